@@ -1,0 +1,230 @@
+"""The one store for results: a frozen dataclass to and from a single safetensors file.
+
+Tensors become the file's tensors, everything else its JSON header. Reading such a file
+executes nothing, so a result from a stranger is safe to open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+
+from torch import Tensor
+
+from probelens.errors import StoreError
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+__all__ = ["Result", "atomic_path"]
+
+_KEY = "probelens"
+_SEP = "\x1f"
+_R = TypeVar("_R", bound="Result")
+
+
+@contextlib.contextmanager
+def atomic_path(path: str | os.PathLike[str]) -> Any:
+    """A temporary path beside ``path`` that takes its place only when the block ends well.
+
+    Args:
+        path: Where the finished file goes. Missing parent folders are made.
+
+    Yields:
+        The path to write to. It is removed when the block raises.
+
+    Raises:
+        StoreError: The folder can't be written.
+
+    Examples:
+        >>> import tempfile, os
+        >>> folder = tempfile.mkdtemp()
+        >>> with atomic_path(os.path.join(folder, "a.txt")) as part:
+        ...     _ = part.write_text("whole")
+        >>> os.listdir(folder)
+        ['a.txt']
+    """
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
+    except OSError as err:
+        raise StoreError(f"can't write {str(target)!r}: {err}. Choose a folder that can be written.") from err
+    os.close(handle)
+    part = Path(name)
+    try:
+        yield part
+        with part.open("rb") as written:
+            os.fsync(written.fileno())
+        # mkstemp makes a private file; a result should have the permissions of any new file.
+        mask = os.umask(0)
+        os.umask(mask)
+        part.chmod(0o666 & ~mask)
+        os.replace(part, target)
+    except OSError as err:
+        if isinstance(err, StoreError):
+            raise
+        raise StoreError(f"can't write {str(target)!r}: {err}. Nothing was changed there.") from err
+    finally:
+        part.unlink(missing_ok=True)
+
+
+class Result:
+    """Mixin for the frozen dataclasses that primitives return.
+
+    A field may hold a tensor, None, a number, a string, or lists, tuples and string-keyed
+    dicts of these. ``save`` and ``load`` keep dtype, shape and NaN exactly.
+    """
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """Tidy rows, one measurement a row."""
+        raise NotImplementedError(f"{type(self).__name__} has no table")
+
+    def plot(self) -> go.Figure:
+        """The result as a plotly figure."""
+        raise NotImplementedError(f"{type(self).__name__} has no figure")
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the result to one safetensors file, whole or not at all.
+
+        Args:
+            path: The file; an existing one is replaced at the end of a successful write.
+
+        Returns:
+            The path written.
+
+        Raises:
+            StoreError: The folder can't be written, or a field holds something that isn't data.
+        """
+        from safetensors.torch import save_file
+
+        tensors: dict[str, Tensor] = {}
+        fields = {
+            f.name: _pack(getattr(self, f.name), f.name, tensors)
+            for f in dataclasses.fields(self)  # type: ignore[arg-type]
+        }
+        header = {_KEY: json.dumps({"class": type(self).__name__, "format": 1, "fields": fields})}
+        with atomic_path(path) as part:
+            save_file(tensors, part, metadata=header)
+        return Path(path)
+
+    @classmethod
+    def load(cls: type[_R], path: str | os.PathLike[str]) -> _R:
+        """Read a result back.
+
+        Args:
+            path: A file written by ``save`` of the same class.
+
+        Returns:
+            An equal result, its tensors on the CPU.
+
+        Raises:
+            StoreError: The file is missing, truncated, of another program or another class.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="pt") as file:
+                header = (file.metadata() or {}).get(_KEY)
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError, ValueError) as err:
+            raise StoreError(f"can't read {str(path)!r} as a {cls.__name__}: {err}") from err
+        if header is None:
+            raise StoreError(
+                f"{str(path)!r} is a safetensors file but not a probelens result. "
+                f"Give a file written by {cls.__name__}.save()."
+            )
+        try:
+            content = json.loads(header)
+            name, fields = content["class"], content["fields"]
+            if name != cls.__name__:
+                raise StoreError(f"{str(path)!r} holds a {name}, not a {cls.__name__}: use {name}.load().")
+            known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+            if set(fields) - known:
+                raise StoreError(
+                    f"{str(path)!r} has fields that this version's {cls.__name__} doesn't know: "
+                    f"{sorted(set(fields) - known)}. It was written by another version of probelens."
+                )
+            return cls(**{key: _unpack(value, tensors) for key, value in fields.items()})
+        except StoreError:
+            raise
+        except Exception as err:
+            raise StoreError(f"{str(path)!r} is damaged: {type(err).__name__}: {err}") from err
+
+
+def _pack(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        # Each tensor is stored by itself: two fields may be views of one storage.
+        tensors[where] = value.detach().cpu().clone().contiguous()
+        return {"t": where}
+    if value is None or isinstance(value, (bool, str)):
+        return {"v": value}
+    if isinstance(value, int):
+        return {"v": value}
+    if isinstance(value, float):
+        return {"v": value} if math.isfinite(value) else {"f": repr(value)}
+    if isinstance(value, (list, tuple)):
+        kind = "l" if isinstance(value, list) else "u"
+        return {kind: [_pack(item, f"{where}{_SEP}{i}", tensors) for i, item in enumerate(value)]}
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise StoreError(f"field {where!r} can't be saved: its dict has keys that aren't strings")
+        return {"d": {key: _pack(item, f"{where}{_SEP}{key}", tensors) for key, item in value.items()}}
+    if isinstance(value, Result):
+        return {
+            "r": type(value).__module__ + ":" + type(value).__name__,
+            "d": {
+                f.name: _pack(getattr(value, f.name), f"{where}{_SEP}{f.name}", tensors)
+                for f in dataclasses.fields(value)  # type: ignore[arg-type]
+            },
+        }
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        return _pack(value.item(), where, tensors)
+    raise StoreError(
+        f"field {where!r} can't be saved: it holds a {type(value).__name__}. "
+        "Allowed: tensors, numbers, strings, None, and lists, tuples and dicts of these."
+    )
+
+
+def _unpack(value: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+    if "t" in value:
+        return tensors[value["t"]]
+    if "v" in value:
+        return value["v"]
+    if "f" in value:
+        return float(value["f"])
+    if "l" in value:
+        return [_unpack(item, tensors) for item in value["l"]]
+    if "u" in value:
+        return tuple(_unpack(item, tensors) for item in value["u"])
+    content = {key: _unpack(item, tensors) for key, item in value["d"].items()}
+    if "r" in value:
+        return _nested(value["r"])(**content)
+    return content
+
+
+def _nested(name: str) -> type[Result]:
+    # The class is looked up among Result's subclasses, never imported by the name in a file.
+    import importlib
+
+    module, _, cls = name.partition(":")
+    if module.startswith("probelens.") and module.replace("_", "").replace(".", "").isalnum():
+        importlib.import_module(module)
+    found = [c for c in _subclasses(Result) if c.__module__ == module and c.__name__ == cls]
+    if not found:
+        raise StoreError(f"unknown nested result class {name!r}")
+    return found[0]
+
+
+def _subclasses(cls: type) -> list[type]:
+    return [c for sub in cls.__subclasses__() for c in (sub, *_subclasses(sub))]
+
+
