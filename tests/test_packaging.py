@@ -1,0 +1,245 @@
+"""What an installed probelens contains, and what importing it does and doesn't load."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import probelens
+
+ROOT = Path(__file__).resolve().parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
+FOLDERS = {"probelens": "probelens", "adapters": "probelens/adapters", "examples": "probelens/examples"}
+HEAVY = (
+    "transformers",
+    "pandas",
+    "sklearn",
+    "plotly",
+    "scipy",
+    "pyarrow",
+    "probelens.adapters",
+    "probelens.examples",
+)
+
+pytestmark = pytest.mark.skipif(not (ROOT / "adapters").is_dir(), reason="needs a source tree")
+
+
+def installed_path(path: Path) -> str:
+    """Where a file of the source tree lies in an installation, as a posix path."""
+    top, *rest = path.relative_to(ROOT).parts
+    return "/".join([FOLDERS[top], *rest])
+
+
+def sources() -> list[Path]:
+    """Every Python file of the library, each once: the real folders, not the symlinks to them."""
+    files = [p for top in FOLDERS for p in (ROOT / top).rglob("*.py")]
+    return [p for p in files if p.resolve() == p and "__pycache__" not in p.parts]
+
+
+def run_python(code: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def loaded_after(code: str) -> list[str]:
+    done = run_python(
+        f"{code}\nimport json, sys\nprint(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_import_probelens_loads_no_adapter_and_no_heavy_package() -> None:
+    assert loaded_after("import probelens") == []
+
+
+def test_the_list_of_heavy_packages_is_noticed_when_they_are_loaded() -> None:
+    assert loaded_after("import pandas, probelens.adapters") == ["pandas", "probelens.adapters"]
+
+
+def test_wrapping_loads_no_pandas_no_sklearn_and_no_plotly() -> None:
+    found = loaded_after("import probelens as pl; pl.HookedModel, pl.wrap, pl.HookPoint, pl.ActivationCache")
+    assert not {"pandas", "sklearn", "plotly", "scipy", "pyarrow", "transformers"} & set(found)
+
+
+@pytest.mark.parametrize("name", probelens.__all__)
+def test_every_public_name_resolves(name: str) -> None:
+    value = getattr(probelens, name)
+    assert value is getattr(probelens, name), "a second access gives another object"
+    assert name in dir(probelens)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'prob'"):
+        _ = probelens.prob  # type: ignore[attr-defined]
+
+
+def test_names_for_type_checkers_and_names_at_run_time_are_the_same() -> None:
+    tree = ast.parse((ROOT / "probelens/__init__.py").read_text())
+    blocks = [n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    static = {
+        a.asname or a.name for n in ast.walk(blocks[0]) if isinstance(n, ast.ImportFrom) for a in n.names
+    }
+    assert static | {"__version__"} == set(probelens.__all__)
+
+
+@pytest.mark.parametrize("name", ["profile", "collect"])
+def test_importing_the_module_of_the_same_name_leaves_the_function(name: str) -> None:
+    code = f"import probelens.{name}, probelens\nassert type(probelens.{name}).__name__ == 'function', probelens.{name}"
+    assert run_python(code).returncode == 0
+
+
+def test_the_folder_adapters_refuses_to_be_the_package_adapters() -> None:
+    done = run_python("import adapters", cwd=ROOT)
+    assert done.returncode != 0
+    assert "ModuleNotFoundError" in done.stderr
+    assert "probelens.adapters" in done.stderr
+
+
+def test_the_same_folder_imports_as_probelens_adapters(tmp_path: Path) -> None:
+    done = run_python("import probelens.adapters as a; print(a.__name__)", cwd=tmp_path)
+    assert done.stdout.strip() == "probelens.adapters", done.stderr
+
+
+def test_pyproject_lists_every_package_on_disk() -> None:
+    on_disk = {installed_path(p.parent).replace("/", ".") for p in sources() if p.name == "__init__.py"}
+    assert set(SETUPTOOLS["packages"]) == on_disk
+
+
+def test_no_module_lies_outside_a_package() -> None:
+    packages = {name.replace(".", "/") for name in SETUPTOOLS["packages"]}
+    stray = [installed_path(p) for p in sources() if installed_path(p.parent) not in packages]
+    assert not stray
+
+
+def test_the_symlinks_lead_to_the_mapped_folders() -> None:
+    for name in ("adapters", "examples"):
+        link = ROOT / "probelens" / name
+        if not link.is_symlink():  # a checkout without symlinks has a small text file in its place
+            assert link.read_text().strip() == f"../{name}"
+        else:
+            assert link.resolve() == ROOT / name
+        assert SETUPTOOLS["package-dir"][f"probelens.{name}"] == name
+
+
+def test_every_declared_adapter_exists() -> None:
+    declared = PYPROJECT["project"]["entry-points"]["probelens.adapters"]
+    for target in declared.values():
+        module, _, cls = target.partition(":")
+        tree = ast.parse((ROOT / "adapters" / f"{module.rpartition('.')[2]}.py").read_text())
+        assert cls in {n.name for n in tree.body if isinstance(n, ast.ClassDef)}, target
+
+
+def test_every_adapter_file_is_declared() -> None:
+    declared = PYPROJECT["project"]["entry-points"]["probelens.adapters"]
+    modules = {target.partition(":")[0].rpartition(".")[2] for target in declared.values()}
+    on_disk = {p.stem for p in (ROOT / "adapters").glob("*.py") if not p.stem.startswith("_")}
+    assert on_disk == modules
+
+
+def test_heavy_packages_are_imported_inside_functions() -> None:
+    # Files that define scikit-learn estimators need their base class; they are loaded lazily themselves.
+    estimators = {"probelens/probing/linear.py"}
+    heavy = {"transformers", "pandas", "sklearn", "plotly", "scipy", "pyarrow"}
+    found = []
+    for path in sources():
+        where = installed_path(path)
+        if where in estimators or where.startswith(
+            ("probelens/adapters", "probelens/examples", "probelens/models")
+        ):
+            continue
+        for node in ast.parse(path.read_text()).body:
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            found += [f"{where}: {n}" for n in names if n.partition(".")[0] in heavy]
+    assert not found
+
+
+def test_core_modules_import_no_adapter() -> None:
+    pattern = re.compile(r"^\s*(from|import) +(probelens\.adapters|\.+adapters)\b", re.M)
+    offenders = [
+        installed_path(p)
+        for p in sources()
+        if p.is_relative_to(ROOT / "probelens") and pattern.search(p.read_text())
+    ]
+    assert not offenders
+
+
+def test_constraints_pin_every_requirement_exactly() -> None:
+    lines = [x for x in (ROOT / "constraints.txt").read_text().splitlines() if x and not x.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", x) for x in lines), "not one exact version a line"
+    pinned = {x.partition("==")[0] for x in lines}
+    project = PYPROJECT["project"]
+    wanted = [
+        *project["dependencies"],
+        *(r for n, e in project["optional-dependencies"].items() if n != "mamba-ssm" for r in e),
+    ]
+    names = {re.match(r"[A-Za-z0-9_.-]+", r).group().lower().replace("_", "-") for r in wanted}  # type: ignore[union-attr]
+    assert names - {"probelens"} <= pinned
+
+
+def test_one_version_everywhere() -> None:
+    cff = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.M)
+    assert cff is not None
+    assert cff.group(1).strip('"') == probelens.__version__
+    assert f"[{probelens.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_commands_of_the_readme_are_the_ones_that_ci_runs() -> None:
+    readme, ci = (ROOT / "README.md").read_text(), (ROOT / ".ci/run").read_text()
+    commands = re.findall(r"^python3 -m venv \.venv && (.+)$", readme, re.M)
+    assert len(commands) == 2
+    install_and_test = [part.strip() for part in commands[1].split("&&")]
+    assert install_and_test == ['.venv/bin/pip install -c constraints.txt -e ".[dev]"', ".venv/bin/pytest"]
+    for part in install_and_test:
+        assert part in ci
+
+
+@pytest.mark.slow
+def test_wheel_holds_every_module_and_the_type_marker(tmp_path: Path) -> None:
+    """Built from a copy without symlinks, as a checkout on a system without them would be."""
+    import shutil
+
+    copy = tmp_path / "src"
+    copy.mkdir()
+    for top in FOLDERS:
+        shutil.copytree(
+            ROOT / top,
+            copy / top,
+            ignore=shutil.ignore_patterns(
+                "__pycache__", *(() if top != "probelens" else ("adapters", "examples"))
+            ),
+        )
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy / name)
+    for name in ("adapters", "examples"):
+        (copy / "probelens" / name).write_text(f"../{name}")
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(copy)]
+    done = subprocess.run(build, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    inside = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
+    assert {installed_path(p) for p in sources()} | {"probelens/py.typed"} <= inside
+    assert {n.partition("/")[0] for n in inside} == {"probelens"}
+    assert wheel.stat().st_size < 2_000_000
+
+
+def test_installed_metadata_declares_the_adapters_and_the_command() -> None:
+    entry_points = importlib.metadata.distribution("probelens").entry_points
+    assert {e.name for e in entry_points.select(group="probelens.adapters")} >= {
+        "hf-transformer",
+        "hf-mamba",
+        "torch-rnn",
+        "generic",
+    }
+    assert [e.value for e in entry_points.select(group="console_scripts")] == ["probelens.cli:main"]
