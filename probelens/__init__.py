@@ -130,8 +130,8 @@ def __dir__() -> list[str]:
 class _Package(ModuleType):
     """Keeps ``probelens.profile`` and ``probelens.collect`` the functions.
 
-    Python binds a submodule to its package after importing it, which would put the module ``profile`` where the
-    function ``profile`` belongs as soon as anyone writes ``from probelens.profile import Profile``.
+    Python binds a submodule to its package after importing it, which would put the module ``profile``
+    where the function ``profile`` belongs as soon as anyone writes ``from probelens.profile import Profile``.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -1,9 +1,11 @@
-"""What every test runs under: one thread per process, no network for the hub, workers only for the whole suite."""
+"""What every test runs under: one thread a process, no hub, workers only for the whole suite."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+import pytest
 
 # Before torch is imported anywhere: its thread pool is sized once. Workers inherit these.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -14,8 +16,6 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "disabled")
 
-import pytest
-
 MAX_WORKERS = 8
 
 
@@ -25,6 +25,5 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     named = [arg for arg in config.args if Path(arg.split("::")[0]).is_file()]
     if named or config.getoption("collectonly"):
         return 0
-    return min(
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, MAX_WORKERS
-    )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MAX_WORKERS)
