@@ -29,7 +29,8 @@ if TYPE_CHECKING:
         UnknownHookError,
     )
     from .hooks import HookPoint, at
-    from .model import HookedModel, load, wrap
+    from .loading import load, wrap
+    from .model import HookedModel
     from .patching import PatchResult, attribute, patch
     from .probing import LinearProbe, ProbeResult, probe
     from .profile import Profile, profile
@@ -102,7 +103,8 @@ _NAMES = {
         "UnknownHookError",
     ),
     "hooks": ("HookPoint", "at"),
-    "model": ("HookedModel", "load", "wrap"),
+    "loading": ("load", "wrap"),
+    "model": ("HookedModel",),
     "patching": ("PatchResult", "attribute", "patch"),
     "probing": ("LinearProbe", "ProbeResult", "probe"),
     "profile": ("Profile", "profile"),

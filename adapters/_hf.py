@@ -1,0 +1,160 @@
+"""What every Hugging Face decoder has in common: where its blocks, embeddings and norm are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from probelens.adapter import Adapter, Call, ModelConfig
+from probelens.errors import AdapterNotFoundError, InputError
+
+_BLOCK_LISTS = ("layers", "h", "blocks", "decoder.layers", "block")
+_FINAL_NORMS = (
+    "norm", "ln_f", "final_layer_norm", "norm_f", "final_layernorm", "final_norm", "ln_out", "rms_norm",
+    "decoder.final_layer_norm", "decoder.layer_norm",
+)  # fmt: skip
+
+
+def is_hf(module: Any) -> bool:
+    """Whether a module is a transformers model, found out without importing transformers."""
+    return isinstance(module, nn.Module) and any(
+        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.")
+        for cls in type(module).__mro__
+    )
+
+
+def first_child(module: nn.Module, names: Sequence[str]) -> str | None:
+    """The first of these names that is a submodule (not None) of ``module``."""
+    for name in names:
+        try:
+            module.get_submodule(name)
+        except AttributeError:
+            continue
+        return name
+    return None
+
+
+def path_of(root: nn.Module, module: nn.Module) -> str:
+    """Where a module stands below ``root``."""
+    for path, found in root.named_modules():
+        if found is module:
+            return path
+    raise AdapterNotFoundError(f"{type(module).__name__} is not a submodule of {type(root).__name__}")
+
+
+def join(*parts: str) -> str:
+    """A module path out of parts, empty ones left out."""
+    return ".".join(p for p in parts if p)
+
+
+class HFAdapter(Adapter):
+    """Blocks, embedding, final norm and unembedding of a transformers decoder.
+
+    Args:
+        module: A ``...ForCausalLM`` or the bare ``...Model``.
+        tokenizer: For text inputs.
+    """
+
+    options = ("tokenizer",)
+
+    def __init__(self, module: nn.Module, tokenizer: Any = None) -> None:
+        super().__init__(module)
+        self.tokenizer = tokenizer
+        self.config: Any = module.config
+        text = getattr(self.config, "get_text_config", lambda: self.config)()
+        inner = self.decoder(module)
+        base = path_of(module, inner)
+        blocks = first_child(inner, _BLOCK_LISTS)
+        if blocks is None:
+            raise AdapterNotFoundError(
+                f"no list of blocks found in {type(module).__name__}: looked for {', '.join(_BLOCK_LISTS)} in "
+                f'{type(inner).__name__}. Say where it is: pl.wrap(module, blocks="path.to.the.list")'
+            )
+        count = len(list(inner.get_submodule(blocks).children()))
+        self.blocks = [join(base, blocks, str(i)) for i in range(count)]
+        embed = module.get_input_embeddings()  # type: ignore[operator]
+        if embed is not None:
+            self.parts["embed"] = path_of(module, embed)
+        norm = first_child(inner, _FINAL_NORMS)
+        if norm is not None:
+            self.parts["ln_final"] = join(base, norm)
+        head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+        if head is not None:
+            self.parts["unembed"] = path_of(module, head)
+        heads = int(getattr(text, "num_attention_heads", 0) or 0)
+        width = int(text.hidden_size)
+        self.cfg = ModelConfig(
+            n_layers=count,
+            d_model=width,
+            d_vocab=int(getattr(embed, "num_embeddings", 0) or 0),
+            n_heads=heads,
+            d_head=int(getattr(text, "head_dim", None) or (width // heads if heads else 0)),
+            n_ctx=int(getattr(text, "max_position_embeddings", 0) or 0),
+            d_vocab_out=int(getattr(head, "out_features", 0) or 0),
+            model_name=str(getattr(self.config, "_name_or_path", "") or type(module).__name__),
+            architecture=self.name,
+        )
+
+    @staticmethod
+    def decoder(module: nn.Module) -> nn.Module:
+        """The module that holds the list of blocks."""
+        prefix = getattr(module, "base_model_prefix", "")
+        inner = getattr(module, prefix, module) if prefix else module
+        if isinstance(inner, nn.Module) and first_child(inner, _BLOCK_LISTS) is None:
+            for name in ("language_model", "text_model", "model", "decoder"):
+                found = getattr(inner, name, None)
+                if isinstance(found, nn.Module) and first_child(found, _BLOCK_LISTS):
+                    return found
+        return inner if isinstance(inner, nn.Module) else module
+
+    def call(self, tokens: Tensor, mask: Tensor | None, extra: dict[str, Any]) -> Call:
+        if not isinstance(tokens, Tensor):
+            raise InputError(
+                f"inputs must be tokens (batch, pos), text or a mapping of keywords, got a {type(tokens).__name__}"
+            )
+        # A key/value cache costs time and changes no logit; whoever wants one passes use_cache=True.
+        kwargs = {"use_cache": False, **extra}
+        if mask is not None:
+            kwargs["attention_mask"] = mask
+        if tokens.is_floating_point():
+            return Call((), {"inputs_embeds": tokens, **kwargs}, None, mask)
+        return Call((), {"input_ids": tokens, **kwargs}, tokens, mask)
+
+    def resid_call(self, resid: Tensor, mask: Tensor | None, extra: dict[str, Any]) -> Call:
+        # Only its shape is used: the block at which the run starts gets the residual itself.
+        weight = self.module.get_submodule(self.parts["embed"]).weight
+        blank = torch.zeros(*resid.shape[:2], weight.shape[-1], dtype=weight.dtype, device=weight.device)  # type: ignore[arg-type]
+        return self.call(blank, mask, extra)
+
+
+def load_pretrained(
+    name: str, *, device: str | torch.device | None, dtype: torch.dtype | str | None, trust_remote_code: bool, **kw: Any
+) -> tuple[nn.Module, Any]:
+    """A causal language model and its tokenizer (None if it has none) from the hub or a folder.
+
+    Raises:
+        InputError: There is no such model, or it can't be read.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options = {"trust_remote_code": trust_remote_code, **kw}
+    try:
+        module = AutoModelForCausalLM.from_pretrained(name, **({"dtype": dtype} if dtype else {}), **options)
+    except (OSError, ValueError) as err:
+        raise InputError(
+            f"can't load {name!r} as a causal language model: {err}\n"
+            "Give the id of a model on the Hugging Face hub or a folder made by save_pretrained()."
+        ) from err
+    keep = {k: v for k, v in options.items() if k in ("trust_remote_code", "revision", "cache_dir", "token")}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **keep)
+    except (OSError, ValueError, KeyError, ImportError):
+        # A model saved without a tokenizer is complete: it takes tokens, and text is refused by name.
+        tokenizer = None
+    module.eval()
+    if device is not None:
+        module.to(device)
+    return module, tokenizer

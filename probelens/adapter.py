@@ -1,0 +1,348 @@
+"""What an architecture must say about itself so that everything else works on it.
+
+A subclass names the blocks and the modules around them; the base class turns that into hook
+points, calls the model, and knows how to start at or stop before a block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from probelens.errors import InputError, ShapeError
+from probelens.hooks import HookPoint, Site, Tap, pick, put
+
+if TYPE_CHECKING:
+    from probelens.model import HookedModel
+
+__all__ = ["Adapter", "Call", "ModelConfig", "StopForward", "swapped_forward"]
+
+RESID = ("batch", "pos", "d_model")
+
+
+@dataclass
+class ModelConfig:
+    """The sizes of a wrapped model, under TransformerLens' names.
+
+    Args:
+        n_layers: Number of blocks.
+        d_model: Width of the residual stream (of a recurrent network: of a layer's output).
+        d_vocab: Number of input token ids; 0 for models that don't take tokens.
+        n_heads: Attention heads; 0 where there is no attention.
+        d_head: Width of one head.
+        n_ctx: Longest sequence the model takes; 0 for no limit.
+        d_vocab_out: Number of logits.
+        model_name: Class or hub name.
+        architecture: Adapter's name for the family.
+        extra: Sizes of this family only, such as ``d_state``.
+    """
+
+    n_layers: int
+    d_model: int
+    d_vocab: int = 0
+    n_heads: int = 0
+    d_head: int = 0
+    n_ctx: int = 0
+    d_vocab_out: int = 0
+    model_name: str = ""
+    architecture: str = ""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype = torch.float32
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Call:
+    """One call of the user's module, ready to make: arguments, and the tokens if there are any."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tokens: Tensor | None = None
+    mask: Tensor | None = None
+
+
+class StopForward(BaseException):
+    """Ends a forward pass early; carries the residual. Never leaves ``HookedModel``."""
+
+    def __init__(self, resid: Tensor) -> None:
+        super().__init__("forward pass stopped on purpose")
+        self.resid = resid
+
+
+@contextlib.contextmanager
+def swapped_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Run ``forward`` instead of the module's own while the block lasts.
+
+    The class and the state dict stay as they are: only the instance's ``forward`` attribute is
+    set, and what was there before comes back on every way out.
+    """
+    missing = object()
+    before = module.__dict__.get("forward", missing)
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        if before is missing:
+            module.__dict__.pop("forward", None)
+        else:
+            module.__dict__["forward"] = before
+
+
+class Adapter:
+    """Base of all adapters.
+
+    A subclass sets ``name`` and, in ``__init__``, calls ``super().__init__(module)`` and fills
+    ``cfg``, ``blocks`` (module paths in order) and ``parts`` (paths of "embed", "ln_final" and
+    "unembed", as far as they exist). It adds ``block_points`` for what is inside a block.
+
+    Args:
+        module: The user's module. It is never changed.
+    """
+
+    name: ClassVar[str] = ""
+    priority: ClassVar[int] = 50
+    options: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.blocks: list[str] = []
+        self.parts: dict[str, str] = {}
+        # From canonical path segments to the module's own, for edit_weights: {"mixer": "mixer"}.
+        self.segments: dict[str, str] = {}
+        self.cfg = ModelConfig(n_layers=0, d_model=0)
+        self.tokenizer: Any = None
+        self._block_wraps: bool | None = None
+        self._accepted: set[str] | None = None
+
+    @classmethod
+    def matches(cls, module: Any) -> bool:
+        """Whether this adapter knows the module. Must be cheap and import nothing heavy."""
+        return False
+
+    @classmethod
+    def wrap(cls, module: Any, **options: Any) -> HookedModel:
+        """The hooked model for a module this adapter matches."""
+        from probelens.model import HookedModel
+
+        return HookedModel(module, cls(module, **options))
+
+    # -- hook points ---------------------------------------------------------------------------
+
+    def points(self) -> list[HookPoint]:
+        """Every hook point, in the order in which a forward pass reaches them."""
+        out: list[HookPoint] = []
+        if "embed" in self.parts:
+            out.append(self.boundary("hook_embed", self.parts["embed"], "out"))
+        for layer, path in enumerate(self.blocks):
+            prefix = f"blocks.{layer}."
+            out.append(self.boundary(prefix + "hook_resid_pre", path, "in"))
+            out.extend(self.block_points(layer, path))
+            out.append(self.boundary(prefix + "hook_resid_post", path, "out"))
+        for part, axis in (("ln_final", "d_model"), ("unembed", "d_vocab")):
+            if part in self.parts:
+                path = self.parts[part]
+                out.append(self.boundary(f"{part}.hook_in", path, "in"))
+                out.append(self.boundary(f"{part}.hook_out", path, "out", axes=("batch", "pos", axis)))
+        return out
+
+    def block_points(self, layer: int, path: str) -> list[HookPoint]:
+        """Points between a block's resid_pre and resid_post. The base class has none."""
+        return []
+
+    def absent(self, name: str) -> str | None:
+        """Why a point that other architectures have is absent here, or None."""
+        return None
+
+    def boundary(
+        self, name: str, path: str, side: Any, *, axes: Sequence[str] = RESID,
+        aliases: Sequence[str] = (), note: str = "", **site: Any,
+    ) -> HookPoint:  # fmt: skip
+        """A hook point at a module's input ("in") or output ("out")."""
+        where = Site(path, side, **site)
+        return HookPoint(name, "boundary", tuple(axes), path, tuple(aliases), where, note=note)
+
+    def interior(
+        self, name: str, path: str, *, axes: Sequence[str], aliases: Sequence[str] = (),
+        step: bool = False, note: str = "",
+    ) -> HookPoint:  # fmt: skip
+        """A hook point inside the forward of the module at ``path``."""
+        return HookPoint(name, "interior", tuple(axes), path, tuple(aliases), None, step, note)
+
+    def instrument(self, path: str, tap: Tap) -> contextlib.AbstractContextManager[None]:
+        """Swap in the instrumented forward of one module while the context lasts."""
+        raise InputError(f"adapter {self.name!r} has no instrumented forward for {path!r}")
+
+    def instrumented_paths(self) -> list[str]:
+        """Modules that have an instrumented forward: what ``backend("reference")`` swaps in."""
+        return []
+
+    def tap_names(self, path: str) -> dict[str, str]:
+        """From an instrumented forward's short names to canonical ones, for the module at ``path``."""
+        return {
+            point.name.rsplit(".", 1)[1]: point.name
+            for point in self.all_points
+            if point.kind == "interior" and point.module == path
+        }
+
+    @property
+    def all_points(self) -> list[HookPoint]:
+        """``points()``, made once."""
+        if not hasattr(self, "_points"):
+            self._points = self.points()
+        return self._points
+
+    # -- calling the model ---------------------------------------------------------------------
+
+    def device(self) -> torch.device:
+        """Where the inputs go: the device of the embedding, else of the first parameter."""
+        if "embed" in self.parts:
+            found = next(self.module.get_submodule(self.parts["embed"]).parameters(), None)
+            if found is not None:
+                return found.device
+        first = next(self.module.parameters(), None)
+        return torch.device("cpu") if first is None else first.device
+
+    def accepts(self, keyword: str) -> bool:
+        """Whether the module's forward takes this keyword."""
+        if self._accepted is None:
+            found = inspect.signature(type(self.module).forward).parameters
+            self._accepted = set(found)
+            if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.values()):
+                self._accepted.add("**")
+        return keyword in self._accepted
+
+    def call(self, tokens: Tensor, mask: Tensor | None, extra: dict[str, Any]) -> Call:
+        """Arguments for a run on tokens (or on whatever tensor the module takes).
+
+        Args:
+            tokens: The input, on the right device. (batch, pos)
+            mask: 1 for real tokens, 0 for padding. (batch, pos)
+            extra: Further keywords from the user.
+        """
+        if mask is not None:
+            if not self.accepts("attention_mask"):
+                raise InputError(
+                    f"{type(self.module).__name__}.forward takes no attention_mask. "
+                    "Pad on the right and ignore those positions, or pass inputs as a mapping."
+                )
+            extra = {**extra, "attention_mask": mask}
+        return Call((tokens,), extra, tokens if not tokens.is_floating_point() else None, mask)
+
+    def resid_call(self, resid: Tensor, mask: Tensor | None, extra: dict[str, Any]) -> Call:
+        """Arguments for a run whose residual is put in by ``starting_at``: only shapes matter."""
+        tokens = torch.zeros(resid.shape[:2], dtype=torch.long, device=resid.device)
+        return self.call(tokens, mask, extra)
+
+    def output(self, raw: Any) -> Tensor:
+        """The logits (or main output) in what the module returned. (batch, pos, d_vocab)"""
+        return pick(raw, "logits" if isinstance(raw, Mapping) and "logits" in raw else None, "output")  # type: ignore[no-any-return]
+
+    def loss(self, logits: Tensor, call: Call) -> Tensor:
+        """Mean next-token cross-entropy in nats, padding left out. ()
+
+        Raises:
+            InputError: The input wasn't tokens, so there is nothing to predict.
+        """
+        tokens = call.tokens
+        if tokens is None or logits.ndim != 3 or tokens.shape[1] < 2:
+            raise InputError(
+                'return_type="loss" needs tokens (batch, pos) with at least two positions and logits '
+                f"(batch, pos, d_vocab); the logits have shape {tuple(logits.shape)}. "
+                'Use return_type="logits" and compute a loss of your own.'
+            )
+        losses = nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none"
+        )
+        if call.mask is None:
+            return losses.mean()
+        weight = (call.mask[:, 1:] * call.mask[:, :-1]).flatten().to(losses.dtype)
+        return (losses * weight).sum() / weight.sum()
+
+    # -- starting and stopping at a block --------------------------------------------------------
+
+    def after_blocks(self) -> str:
+        """The module that reads the residual after the last block."""
+        for part in ("ln_final", "unembed"):
+            if part in self.parts:
+                return self.parts[part]
+        raise InputError(
+            f"{type(self.module).__name__} has no known module after its blocks, "
+            f"so it can't stop after block {len(self.blocks) - 1}"
+        )
+
+    @contextlib.contextmanager
+    def stopping_at(self, layer: int) -> Iterator[None]:
+        """End the forward where block ``layer`` (or what follows the last one) would begin."""
+        path = self.blocks[layer] if layer < len(self.blocks) else self.after_blocks()
+        thread = threading.get_ident()
+
+        def stop(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if threading.get_ident() == thread:
+                values = args if args else tuple(kwargs.values())
+                raise StopForward(pick(values, None, f"residual entering block {layer}"))
+
+        handle = self.module.get_submodule(path).register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @contextlib.contextmanager
+    def starting_at(self, layer: int, resid: Tensor) -> Iterator[None]:
+        """Skip the blocks before ``layer`` and feed it ``resid``."""
+        thread = threading.get_ident()
+        wraps = self._returns_tuple() if layer else False
+
+        def feed(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return None
+            if args:
+                return put(args, None, resid), kwargs
+            return args, put(kwargs, None, resid)
+
+        def passing(native: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                if threading.get_ident() != thread:
+                    return native(*args, **kwargs)
+                values = args if args else tuple(kwargs.values())
+                hidden = pick(values, None, "residual")
+                return (hidden,) if wraps else hidden
+
+            return forward
+
+        path = self.blocks[layer] if layer < len(self.blocks) else self.after_blocks()
+        with contextlib.ExitStack() as stack:
+            for skipped in self.blocks[:layer]:
+                block = self.module.get_submodule(skipped)
+                stack.enter_context(swapped_forward(block, passing(block.forward)))
+            module = self.module.get_submodule(path)
+            handle = module.register_forward_pre_hook(feed, with_kwargs=True, prepend=True)
+            stack.callback(handle.remove)
+            yield
+
+    def _returns_tuple(self) -> bool:
+        # Blocks return a tensor or a tuple depending on the transformers version; the loop around
+        # them expects one or the other, so look once at what a block really returns.
+        if self._block_wraps is None:
+            seen: list[bool] = []
+            block = self.module.get_submodule(self.blocks[0])
+            handle = block.register_forward_hook(lambda m, a, out: seen.append(isinstance(out, tuple)))
+            call = self.call(torch.zeros(1, 1, dtype=torch.long, device=self.device()), None, {})
+            try:
+                with torch.no_grad(), self.stopping_at(min(1, len(self.blocks))):
+                    self.module(*call.args, **call.kwargs)
+            except StopForward:
+                pass
+            finally:
+                handle.remove()
+            if not seen:
+                raise ShapeError(f"block {self.blocks[0]!r} wasn't called by the model's forward")
+            self._block_wraps = seen[0]
+        return self._block_wraps

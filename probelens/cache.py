@@ -1,0 +1,270 @@
+"""ActivationCache: the activations of one run, found by hook point name or TransformerLens shorthand."""
+
+from __future__ import annotations
+
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from probelens.errors import InputError, ShapeError, UnknownHookError, nearest
+
+if TYPE_CHECKING:
+    from probelens.model import HookedModel
+
+__all__ = ["ActivationCache", "Slice", "act_name", "slice_positions"]
+
+Slice = int | slice | list[int] | Tensor | tuple[Any, ...] | None
+
+_LAYER_TYPES = {"a": "attn", "m": "mlp", "b": "", "block": "", "blocks": "", "attention": "attn"}
+
+
+def act_name(key: str | tuple[Any, ...], names: Iterable[str], n_layers: int) -> str:
+    """The full hook point name behind a shorthand.
+
+    Args:
+        key: A full name, or ``(name, layer)`` or ``(name, layer, layer_type)`` as in
+            TransformerLens: ``("resid_post", 3)``, ``("q", -1)``, ``("out", 0, "mixer")``.
+        names: Names to look among.
+        n_layers: Number of blocks, for negative layers.
+
+    Returns:
+        The one name that the shorthand means.
+
+    Raises:
+        UnknownHookError: No such name, a layer out of range, or several names fit.
+
+    Examples:
+        >>> act_name(("resid_post", -1), ["blocks.0.hook_resid_post", "blocks.1.hook_resid_post"], 2)
+        'blocks.1.hook_resid_post'
+    """
+    names = list(names)
+    if isinstance(key, str):
+        for candidate in (key, f"hook_{key}"):
+            if candidate in names:
+                return candidate
+        raise UnknownHookError(f"{key!r} not found. Nearest: {_listed(nearest(key, names) or names[:3])}")
+    short, layer, *rest = (*key, None) if len(key) == 1 else key
+    if layer is None:
+        return act_name(str(short), names, n_layers)
+    if not isinstance(layer, int) or not -n_layers <= layer < n_layers:
+        raise UnknownHookError(
+            f"layer {layer!r} asked for {short!r}, but the model has {n_layers} blocks: "
+            f"allowed are {-n_layers} to {n_layers - 1}"
+        )
+    prefix = f"blocks.{layer % n_layers}."
+    kind = rest[0] if rest else None
+    if kind is not None:
+        kind = _LAYER_TYPES.get(kind, kind)
+    inside = [n for n in names if n.startswith(prefix)]
+    tail = short if str(short).startswith("hook_") else f"hook_{short}"
+    found = [n for n in inside if n == prefix + tail or (n.endswith("." + tail) and n.count(".") == 3)]
+    if kind:
+        found = [n for n in found if n.removeprefix(prefix).startswith(f"{kind}.")]
+    if not kind and prefix + tail in found:
+        return prefix + tail
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        options = nearest(prefix + tail, inside) or inside[:3] or names[:3]
+        raise UnknownHookError(f"{key!r} not found ({prefix}…{tail}). Nearest: {_listed(options)}")
+    raise UnknownHookError(
+        f"{key!r} fits several points: {_listed(found)}. Give the layer type as a third entry, "
+        f"for example ({short!r}, {layer}, {found[0].split('.')[2]!r})"
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(repr(n) for n in names) or "none"
+
+
+def slice_positions(tensor: Tensor, pos: Slice) -> Tensor:
+    """Positions of an activation, axis 1. An int removes the axis; None keeps all.
+
+    Args:
+        tensor: (batch, pos, ...)
+        pos: None, int, slice, list or tensor of positions, or TransformerLens' ``(start, stop)``.
+
+    Raises:
+        ShapeError: The tensor has no position axis, or a position is out of range.
+    """
+    if pos is None:
+        return tensor
+    if tensor.ndim < 2:
+        raise ShapeError(f"positions {pos!r} asked of a tensor of shape {tuple(tensor.shape)}: no position axis")
+    length = tensor.shape[1]
+    if isinstance(pos, tuple):
+        pos = slice(*pos)
+    wanted = [pos] if isinstance(pos, int) else [] if isinstance(pos, slice) else [int(p) for p in pos]
+    bad = [p for p in wanted if not -length <= p < length]
+    if bad:
+        raise ShapeError(
+            f"position {bad[0]} asked for, but the sequence has {length}: allowed are {-length} to {length - 1}"
+        )
+    return tensor[:, pos] if isinstance(pos, (int, slice)) else tensor[:, wanted]
+
+
+class ActivationCache(Mapping[str, Tensor]):
+    """Activations by hook point name.
+
+    ``cache["blocks.3.hook_resid_post"]``, ``cache["resid_post", 3]`` and ``cache["resid_post", -1]``
+    are the same tensor. Gradients of ``incl_bwd=True`` stand under ``name + "_grad"``.
+
+    Args:
+        cache_dict: Name to activation, (batch, pos, ...).
+        model: The model they come from.
+        has_batch_dim: False once the batch axis of size 1 was removed.
+    """
+
+    def __init__(self, cache_dict: Mapping[str, Tensor], model: HookedModel | None, has_batch_dim: bool = True):
+        self.cache_dict = dict(cache_dict)
+        self.model = model
+        self.has_batch_dim = has_batch_dim
+
+    def _name(self, key: str | tuple[Any, ...]) -> str:
+        if isinstance(key, str) and key in self.cache_dict:
+            return key
+        if isinstance(key, str) and self.model is not None:
+            known = self.model.alias(key)
+            if known in self.cache_dict:
+                return known
+        n_layers = self.model.cfg.n_layers if self.model is not None else self._n_layers()
+        try:
+            return act_name(key, self.cache_dict, n_layers)
+        except UnknownHookError as err:
+            raise UnknownHookError(
+                f"{err}. This cache holds {len(self.cache_dict)} activations (what names_filter asked for); "
+                "list them with cache.keys()"
+            ) from None
+
+    def _n_layers(self) -> int:
+        layers = [int(n.split(".")[1]) for n in self.cache_dict if n.startswith("blocks.")]
+        return max(layers, default=-1) + 1
+
+    def __getitem__(self, key: str | tuple[Any, ...]) -> Tensor:
+        return self.cache_dict[self._name(key)]
+
+    def __contains__(self, key: object) -> bool:
+        try:
+            return isinstance(key, (str, tuple)) and self._name(key) in self.cache_dict
+        except UnknownHookError:
+            return False
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.cache_dict)
+
+    def __len__(self) -> int:
+        return len(self.cache_dict)
+
+    def keys(self) -> KeysView[str]:
+        """Names held, in the order of the forward pass."""
+        return self.cache_dict.keys()
+
+    def values(self) -> ValuesView[Tensor]:
+        """Activations held."""
+        return self.cache_dict.values()
+
+    def items(self) -> ItemsView[str, Tensor]:
+        """Names with their activations."""
+        return self.cache_dict.items()
+
+    def __repr__(self) -> str:
+        size = sum(t.numel() * t.element_size() for t in self.cache_dict.values())
+        return f"ActivationCache({len(self)} activations, {size / 2**20:.1f} MiB)"
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> ActivationCache:
+        """A cache with every activation on a device or of a dtype. This one stays as it is."""
+        moved = {n: t.to(device=device, dtype=dtype) for n, t in self.cache_dict.items()}
+        return ActivationCache(moved, self.model, self.has_batch_dim)
+
+    def remove_batch_dim(self) -> ActivationCache:
+        """A cache without the batch axis. Raises ShapeError unless it has size 1."""
+        if not self.has_batch_dim:
+            return self
+        for name, tensor in self.cache_dict.items():
+            if tensor.shape[0] != 1:
+                raise ShapeError(
+                    f"remove_batch_dim needs a batch of 1, but {name!r} has shape {tuple(tensor.shape)}. "
+                    "Select one example first."
+                )
+        return ActivationCache({n: t[0] for n, t in self.cache_dict.items()}, self.model, False)
+
+    def apply_slice_to_batch_dim(self, batch_slice: Slice) -> ActivationCache:
+        """A cache with some examples only; an int removes the batch axis."""
+        if not self.has_batch_dim:
+            raise ShapeError("this cache has no batch axis any more (remove_batch_dim was called)")
+        index = slice(*batch_slice) if isinstance(batch_slice, tuple) else batch_slice
+        if index is None:
+            index = slice(None)
+        kept = {n: t[index] for n, t in self.cache_dict.items()}
+        return ActivationCache(kept, self.model, not isinstance(index, int))
+
+    def stack_activation(self, activation_name: str, layer: int = -1, sublayer_type: str | None = None) -> Tensor:
+        """One activation of several layers in one tensor.
+
+        Args:
+            activation_name: Shorthand such as ``"resid_post"`` or ``"q"``.
+            layer: Up to but without this layer; -1 for all.
+            sublayer_type: "attn", "mlp", "mixer" or "rnn", where the name alone isn't enough.
+
+        Returns:
+            (layer, batch, pos, ...)
+
+        Raises:
+            UnknownHookError: The cache lacks one of them.
+        """
+        n_layers = self.model.cfg.n_layers if self.model is not None else self._n_layers()
+        upto = n_layers if layer in (None, -1) else layer
+        if not 0 < upto <= n_layers:
+            raise UnknownHookError(f"layer {layer} asked for, allowed are 1 to {n_layers}, or -1 for all")
+        key = (sublayer_type,) if sublayer_type else ()
+        return torch.stack([self[(activation_name, i, *key)] for i in range(upto)])
+
+    def accumulated_resid(
+        self, layer: int | None = None, incl_mid: bool = False, apply_ln: bool = False,
+        pos_slice: Slice = None, mlp_input: bool = False, return_labels: bool = False,
+    ) -> Tensor | tuple[Tensor, list[str]]:  # fmt: skip
+        """The residual stream as it grows, layer by layer.
+
+        Args:
+            layer: Up to the input of this layer; None or -1 for the input of the final norm too.
+            incl_mid: Also the residual between attention and MLP, where the block has one.
+            apply_ln: Pass each through the model's final norm (the logit lens).
+            pos_slice: Positions to keep.
+            mlp_input: End with ``resid_mid`` of ``layer``.
+            return_labels: Also names such as ``"3_pre"`` and ``"final_post"``.
+
+        Returns:
+            (component, batch, pos, d_model), and the labels if asked for.
+
+        Raises:
+            InputError: apply_ln on a model without a final norm.
+            UnknownHookError: The cache lacks one of them.
+        """
+        n_layers = self.model.cfg.n_layers if self.model is not None else self._n_layers()
+        upto = n_layers if layer in (None, -1) else int(layer)  # type: ignore[arg-type]
+        parts: list[Tensor] = []
+        labels: list[str] = []
+        for i in range(upto + 1):
+            if i == n_layers:
+                parts.append(self["resid_post", n_layers - 1])
+                labels.append("final_post")
+                break
+            parts.append(self["resid_pre", i])
+            labels.append(f"{i}_pre")
+            if (incl_mid and i < upto) or (mlp_input and i == upto):
+                parts.append(self["resid_mid", i])
+                labels.append(f"{i}_mid")
+        axis = 1 if self.has_batch_dim else 0
+        if pos_slice is not None:
+            parts = [slice_positions(p if axis else p[None], pos_slice) for p in parts]
+            parts = parts if axis else [p[0] for p in parts]
+        stacked = torch.stack(parts)
+        if apply_ln:
+            if self.model is None or "ln_final" not in self.model.adapter.parts:
+                raise InputError("apply_ln needs a model with a final norm; this one has none")
+            norm = self.model.module.get_submodule(self.model.adapter.parts["ln_final"])
+            with torch.no_grad():
+                stacked = norm(stacked)
+        return (stacked, labels) if return_labels else stacked

@@ -1,0 +1,92 @@
+"""``wrap`` a model one has, or ``load`` one by name: the two ways to a HookedModel."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from probelens.errors import AdapterNotFoundError, InputError
+from probelens.model import HookedModel
+from probelens.registry import find_adapter
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["load", "wrap"]
+
+
+def wrap(module: Any, adapter: str | None = None, **options: Any) -> HookedModel:
+    """A HookedModel over a model of yours, which stays as it is.
+
+    Args:
+        module: A transformers model, a module with an ``nn.LSTM``/``nn.GRU``, a TransformerLens or
+            nnsight model, or any module whose list of blocks you name with ``blocks=``.
+        adapter: Name of the adapter; None to find it.
+        **options: For the adapter: ``tokenizer=``, and for the generic one ``blocks=``, ``embed=``,
+            ``ln_final=``, ``unembed=`` (module paths).
+
+    Returns:
+        The hooked model. Wrapping costs nothing until hooks are used.
+
+    Raises:
+        AdapterNotFoundError: No adapter knows the module, or ``adapter`` isn't installed.
+        InputError: An option that the adapter doesn't take, or a path the module doesn't have.
+
+    Examples:
+        >>> import torch
+        >>> stack = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        >>> model = wrap(torch.nn.ModuleDict({"layers": stack}), blocks="layers")
+        >>> model.cfg.n_layers
+        2
+    """
+    if isinstance(module, HookedModel):
+        return module
+    if isinstance(module, (str, os.PathLike)):
+        raise AdapterNotFoundError(f"wrap() takes a model; to load one by name use pl.load({str(module)!r})")
+    options = {k: v for k, v in options.items() if v is not None}
+    return find_adapter(module, adapter, options).wrap(module, **options)
+
+
+def load(
+    name: str | os.PathLike[str],
+    *,
+    adapter: str | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | str | None = None,
+    trust_remote_code: bool = False,
+    **kw: Any,
+) -> HookedModel:
+    """Load a model from the Hugging Face hub or a folder, in eval mode, and wrap it.
+
+    Args:
+        name: Hub id such as ``"EleutherAI/pythia-160m"``, a folder written by
+            ``save_pretrained``, or a folder of a formal model of ``probelens.models``.
+        adapter: Name of the adapter; None to find it.
+        device: Where the model goes.
+        dtype: Dtype to load in; None for the checkpoint's own choice.
+        trust_remote_code: Run code that comes with the checkpoint. Off unless asked for.
+        **kw: For ``AutoModelForCausalLM.from_pretrained``, such as ``revision=``.
+
+    Returns:
+        The hooked model, with its tokenizer if it has one.
+
+    Raises:
+        InputError: No such model, or it can't be read.
+    """
+    text = os.fspath(name)
+    if not text:
+        raise InputError("load() needs a hub id or a folder, got an empty name")
+    folder = Path(text)
+    if folder.is_dir():
+        from probelens import models
+
+        if models.is_checkpoint(folder):
+            module = models.load(folder, device=device)
+            return wrap(module, adapter)
+    from probelens.adapters._hf import load_pretrained
+
+    module, tokenizer = load_pretrained(
+        text, device=device, dtype=dtype, trust_remote_code=trust_remote_code, **kw
+    )
+    return wrap(module, adapter, tokenizer=tokenizer)
