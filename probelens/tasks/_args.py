@@ -1,0 +1,53 @@
+"""Checks of the arguments that every task takes, and the private generator made from a seed."""
+
+from __future__ import annotations
+
+import operator
+import zlib
+from typing import Any
+
+import numpy as np
+
+from probelens.errors import InputError, nearest
+
+__all__ = ["choice", "integer", "probability", "rng_from"]
+
+
+def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """``value`` as an int within [low, high], or an InputError that names the argument."""
+    allowed = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise InputError(f"{name}={value!r} is a {type(value).__name__}; it must be {allowed}.") from None
+    if number < low or (high is not None and number > high):
+        raise InputError(f"{name}={number} is out of range; it must be {allowed}.")
+    return number
+
+
+def probability(name: str, value: Any, high: float = 1.0) -> float:
+    """``value`` as a float within [0, high), or an InputError that names the argument."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise InputError(f"{name}={value!r} is no number; it must be at least 0 and below {high}.") from None
+    if not 0.0 <= number < high:
+        raise InputError(f"{name}={number} is out of range; it must be at least 0 and below {high}.")
+    return number
+
+
+def choice(what: str, value: Any, options: list[str] | tuple[str, ...]) -> str:
+    """``value`` if it is one of ``options``, or an InputError with the nearest of them."""
+    if isinstance(value, str) and value in options:
+        return value
+    close = nearest(str(value), options)
+    hint = f" Nearest: {', '.join(map(repr, close))}." if close else ""
+    raise InputError(f"unknown {what} {value!r}.{hint} Allowed: {', '.join(map(repr, options))}.")
+
+
+def rng_from(seed: Any, *stream: str | int) -> np.random.Generator:
+    """A generator of its own for (seed, stream): equal inputs give equal draws, others independent ones."""
+    words = [zlib.crc32(part.encode()) if isinstance(part, str) else part for part in stream]
+    return np.random.default_rng([integer("seed", seed, 0), *words])

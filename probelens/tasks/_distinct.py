@@ -1,0 +1,54 @@
+"""Keeping strings apart: drawing ones that are not excluded, and drawing each only once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from probelens.errors import InputError
+
+__all__ = ["ROUNDS", "avoid", "hashed", "unique"]
+
+# Rounds of drawing before a search for strings is called hopeless.
+ROUNDS = 400
+
+Draw = Callable[[int], np.ndarray]
+
+
+def hashed(symbols: np.ndarray) -> np.ndarray:
+    """64-bit hash per string. An accidental clash only drops one string more. (n,)"""
+    weights = np.random.default_rng(20260606).integers(1, 2**63, symbols.shape[1], dtype=np.uint64) * 2 + 1
+    return ((symbols.astype(np.uint64) + np.uint64(1)) * weights).sum(1, dtype=np.uint64)
+
+
+def avoid(draw: Draw, n: int, excluded: np.ndarray | None, what: str) -> np.ndarray:
+    """``n`` strings whose hashes aren't in ``excluded``; those that are get drawn again."""
+    symbols = draw(n)
+    if excluded is None:
+        return symbols
+    bad = np.flatnonzero(np.isin(hashed(symbols), excluded))
+    for _ in range(ROUNDS):
+        if not len(bad):
+            return symbols
+        symbols[bad] = draw(len(bad))
+        bad = bad[np.isin(hashed(symbols[bad]), excluded)]
+    raise InputError(
+        f"no string of {what} is left after excluding {len(excluded)} (tried {ROUNDS} times). "
+        "Exclude fewer, or use longer strings."
+    )
+
+
+def unique(draw: Draw, n: int, what: str, rng: np.random.Generator) -> np.ndarray:
+    """``n`` different strings in random order."""
+    pool = draw(max(n, 256))
+    for _ in range(ROUNDS):
+        pool = pool[np.sort(np.unique(hashed(pool), return_index=True)[1])]
+        if len(pool) >= n:
+            # Frequent strings are found first: without shuffling the last split would hold the rare ones.
+            return rng.permutation(pool[:n])
+        pool = np.concatenate([pool, draw(max(n - len(pool), 256))])
+    raise InputError(
+        f"only {len(pool)} of {n} different strings of {what} turned up in {ROUNDS} rounds of drawing. "
+        "Ask for fewer, or use longer strings."
+    )

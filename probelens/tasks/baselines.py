@@ -1,0 +1,149 @@
+"""Baselines: how well a label can be guessed without tracking any state.
+
+A probe, or a model, says something about a state only above these. They need tokens and labels, no task, so
+probing uses them too.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from probelens.errors import InputError
+from probelens.tasks._args import integer
+from probelens.tasks.data import Batch
+
+__all__ = ["baseline_predictions", "baselines"]
+
+
+def baseline_predictions(
+    train_tokens: Tensor,
+    train_labels: Tensor,
+    test_tokens: Tensor,
+    train_mask: Tensor | None = None,
+    w: int = 4,
+) -> dict[str, np.ndarray]:
+    """What each baseline guesses at every position of the test sequences.
+
+    Args:
+        train_tokens: Where the guesses are learned. (batch, pos)
+        train_labels: Class ids. (batch, pos)
+        test_tokens: Where to guess; may be longer. (batch, pos)
+        train_mask: True where a training label counts. (batch, pos) bool
+        w: Window of the last-tokens guess.
+
+    Returns:
+        Class ids by baseline name, as in `baselines`. each (batch, pos)
+
+    Raises:
+        InputError: w below 1, or no label counts in training.
+        ShapeError: Labels or mask don't fit the tokens.
+    """
+    w = integer("w", w, 1)
+    train = Batch(train_tokens, {"label": train_labels}, train_mask)  # type: ignore[arg-type]
+    x, y, keep = train.tokens.cpu().numpy(), train.labels["label"].cpu().numpy(), train.mask.cpu().numpy()
+    x_test = Batch(test_tokens).tokens.cpu().numpy()
+    if not keep.any():
+        raise InputError("no training label counts: the mask is False everywhere. Pass a batch with labels.")
+    y_kept = y[keep]
+    n_classes = int(y_kept.max()) + 1
+    majority = int(np.bincount(y_kept).argmax())
+
+    positions = np.broadcast_to(np.arange(x.shape[1]), x.shape)[keep]
+    by_position = _mode(positions, y_kept, x.shape[1], n_classes)
+    position = np.full(x_test.shape[1], majority)
+    shared = min(x.shape[1], x_test.shape[1])
+    position[:shared] = np.where(by_position[:shared] >= 0, by_position[:shared], majority)
+
+    # Contexts of 1, 2, … w tokens, numbered jointly so that equal windows share an id. The longest one that
+    # was seen in training decides.
+    last_w = np.full(x_test.shape, majority)
+    context, context_test = np.zeros(x.shape, dtype=np.int64), np.zeros(x_test.shape, dtype=np.int64)
+    width = int(max(x.max(initial=0), x_test.max(initial=0))) + 2
+    for back in range(w):
+        key, key_test = context * width + _shift(x, back), context_test * width + _shift(x_test, back)
+        keys = np.concatenate([key.ravel(), key_test.ravel()])
+        unique, ids = np.unique(keys, return_inverse=True)
+        context, context_test = ids[: x.size].reshape(x.shape), ids[x.size :].reshape(x_test.shape)
+        guess = _mode(context[keep], y_kept, len(unique), n_classes)[context_test]
+        last_w = np.where(guess >= 0, guess, last_w)
+
+    return {
+        "majority": np.full(x_test.shape, majority),
+        "position": np.broadcast_to(position, x_test.shape).copy(),
+        "last_w": last_w,
+    }
+
+
+def baselines(
+    train_tokens: Tensor,
+    train_labels: Tensor,
+    test_tokens: Tensor,
+    test_labels: Tensor,
+    train_mask: Tensor | None = None,
+    test_mask: Tensor | None = None,
+    *,
+    w: int = 4,
+) -> dict[str, dict[str, float]]:
+    """Accuracy of guessing a label without its state, learned on train and scored on test.
+
+    - ``majority``: the most frequent class.
+    - ``position``: the most frequent class at this position; the majority at positions that train lacks.
+    - ``last_w``: the most frequent class after these last w tokens. A window that train lacks backs off to
+      the last w−1, …, 1 tokens, then to the majority. At the first positions the window is shorter.
+
+    Args:
+        train_tokens: (batch, pos)
+        train_labels: Class ids. (batch, pos)
+        test_tokens: May be longer than train. (batch, pos)
+        test_labels: Class ids. (batch, pos)
+        train_mask: True where a label counts. (batch, pos) bool
+        test_mask: True where a label counts. (batch, pos) bool
+        w: Window of ``last_w``.
+
+    Returns:
+        ``{name: {"accuracy": …, "balanced_accuracy": …}}``. Balanced accuracy is the mean recall over the
+        classes that occur in test, so every constant guess scores one over their number.
+
+    Raises:
+        InputError: w below 1, or no label counts.
+        ShapeError: Labels or masks don't fit the tokens.
+
+    Units:
+        Fractions of the positions where the mask is True.
+
+    Examples:
+        >>> import torch
+        >>> tokens = torch.tensor([[0, 1, 0, 1], [1, 1, 0, 0]])
+        >>> baselines(tokens, tokens, tokens, tokens, w=1)["last_w"]
+        {'accuracy': 1.0, 'balanced_accuracy': 1.0}
+    """
+    test = Batch(test_tokens, {"label": test_labels}, test_mask)  # type: ignore[arg-type]
+    keep, truth = test.mask.cpu().numpy(), test.labels["label"].cpu().numpy()
+    if not keep.any():
+        raise InputError("no test label counts: the mask is False everywhere. Pass a batch with labels.")
+    guesses = baseline_predictions(train_tokens, train_labels, test_tokens, train_mask, w)
+    return {name: _score(guess[keep], truth[keep]) for name, guess in guesses.items()}
+
+
+def _score(guess: np.ndarray, truth: np.ndarray) -> dict[str, float]:
+    right = guess == truth
+    total = np.bincount(truth)
+    recall = np.bincount(truth, weights=right)[total > 0] / total[total > 0]
+    return {"accuracy": float(right.mean()), "balanced_accuracy": float(recall.mean())}
+
+
+def _mode(context: np.ndarray, labels: np.ndarray, n_contexts: int, n_classes: int) -> np.ndarray:
+    """The most frequent label per context, −1 where unseen; ties go to the lowest class. (n_contexts,)"""
+    pairs, counts = np.unique(context * n_classes + labels, return_counts=True)
+    order = np.lexsort((pairs, -counts))[::-1]  # best pair of each context last, so that it is written last
+    best = np.full(n_contexts, -1, dtype=np.int64)
+    best[pairs[order] // n_classes] = pairs[order] % n_classes
+    return best
+
+
+def _shift(tokens: np.ndarray, back: int) -> np.ndarray:
+    """The token ``back`` positions earlier, plus one; 0 before the start. (batch, pos)"""
+    out = np.zeros(tokens.shape, dtype=np.int64)
+    out[:, back:] = tokens[:, : tokens.shape[1] - back] + 1
+    return out
