@@ -1,0 +1,202 @@
+"""The patching figure: recovery by site and position, on a scale centred at the corrupted run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from probelens import _plot_style as style
+from probelens._plot_style import escape
+from probelens.errors import InputError, ShapeError
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+
+def patch_heatmap(
+    values: Any,
+    sites: Sequence[object],
+    positions: Sequence[int],
+    tokens: Sequence[str] | None = None,
+    *,
+    lo: Any = None,
+    hi: Any = None,
+    marks: Mapping[str, int] | None = None,
+    limit: float = 1.5,
+    title: str | None = None,
+) -> go.Figure:
+    """Recovery by layer and position: what copying one clean activation into the corrupted run restores.
+
+    Args:
+        values: Recovered fraction of the clean-corrupted gap; NaN where nothing was measured. (site,
+            position)
+        sites: What was patched, from the bottom row up: hook point names (``"blocks.3.hook_resid_pre"`` is
+            shown as "resid_pre 3"), layers as ints (-1 is "embed"), or any names.
+        positions: Token indices of the columns. (position,)
+        tokens: Text of the token at each position, when all pairs share it. (position,)
+        lo: Lower bounds of intervals, for the hover text. (site, position)
+        hi: Upper bounds. (site, position)
+        marks: Named positions to mark with a dotted line, for example ``{"edited": 3, "read": 40}``.
+        limit: Values beyond plus or minus this share the end colour, so that one outlier can't wash out the
+            map; the hover text and the rows keep the exact value.
+        title: Shown above the figure.
+
+    Returns:
+        The figure: a diverging scale centred at 0, where 0 is the corrupted run and 1 the clean run.
+
+    Raises:
+        ShapeError: ``values``, ``lo``, ``hi`` or ``tokens`` don't match ``sites`` and ``positions``.
+        InputError: No site or no position, or no finite value.
+
+    Units:
+        Fractions of the clean-corrupted gap, not clipped.
+
+    Examples:
+        >>> fig = patch_heatmap([[0.0, 1.0]], ["blocks.0.hook_resid_pre"], [0, 1])
+        >>> fig.layout.coloraxis.cmid, fig.data[0].y
+        (0, ('resid_pre 0',))
+    """
+    import numpy as np
+    import pandas as pd
+    import plotly.graph_objects as go
+
+    def grid(array: Any, name: str) -> np.ndarray:
+        out = np.asarray(array.detach().cpu() if hasattr(array, "detach") else array, dtype=float)
+        if out.shape != (len(sites), len(positions)):
+            raise ShapeError(
+                f"patch_heatmap needs {name} of shape (site, position) = ({len(sites)}, {len(positions)}); "
+                f"it has shape {out.shape}. Average over examples first, or give the matching sites and "
+                "positions."
+            )
+        return out
+
+    if not len(sites) or not len(positions):
+        raise InputError("patch_heatmap got no site or no position. Give at least one of each.")
+    shown = grid(values, "values")
+    low, high = (None if b is None else grid(b, name) for b, name in ((lo, "lo"), (hi, "hi")))
+    if tokens is not None and len(tokens) != len(positions):
+        raise ShapeError(
+            f"patch_heatmap got {len(tokens)} tokens for {len(positions)} positions. Give one each."
+        )
+    finite = shown[np.isfinite(shown)]
+    if not finite.size:
+        raise InputError(
+            "patch_heatmap got no finite value: nothing was measured, or the gap was 0 everywhere."
+        )
+    labels = [site_name(site) for site in sites]
+    hover, rows = [], []
+    for i, site in enumerate(sites):
+        line = []
+        for j, position in enumerate(positions):
+            v = float(shown[i, j]) if np.isfinite(shown[i, j]) else None
+            a, b = (None if g is None or not np.isfinite(g[i, j]) else float(g[i, j]) for g in (low, high))
+            token = "" if tokens is None else f", token {escape(tokens[j])}"
+            line.append(
+                f"<b>{escape(site)}</b><br>position {position}{token}<br>recovery "
+                + style.measured(v, a, b, "{:.3g}".format)
+            )
+            row: dict[str, Any] = {"site": str(site), "position": int(position), "recovery": v}
+            row |= {} if tokens is None else {"token": str(tokens[j])}
+            row |= {} if low is None else {"lo": a}
+            row |= {} if high is None else {"hi": b}
+            rows.append(row)
+        hover.append(line)
+    end = float(min(max(1.0, np.abs(finite).max()), max(limit, 1.0)))
+    over = bool((np.abs(finite) > end).any())
+    fig = go.Figure(
+        go.Heatmap(
+            z=[[None if not np.isfinite(v) else float(v) for v in line] for line in shown],
+            x=[int(p) for p in positions],
+            y=_distinct([escape(label) for label in labels]),
+            coloraxis="coloraxis",
+            hovertext=hover,
+            hoverinfo="text",
+            xgap=1,
+            ygap=1,
+        )
+    )
+    ticks = {-1.0: "\u22121", 0.0: "0 corrupted run", 1.0: "1 clean run"}
+    if over:
+        ticks |= {end: f"\u2265 {end:g}", -end: f"\u2264 \u2212{end:g}"}
+    fig.update_layout(
+        template=style.template(),
+        height=150 + max(26, min(44, 420 // len(sites))) * len(sites),
+        coloraxis={
+            "cmid": 0,
+            "cmin": -end,
+            "cmax": end,
+            "colorbar": {
+                "orientation": "h",
+                "x": 0,
+                "xanchor": "left",
+                "y": 1.0,
+                "yanchor": "bottom",
+                "len": 1,
+                "ypad": 8,
+                "tickvals": sorted(ticks),
+                "ticktext": [ticks[v] for v in sorted(ticks)],
+                "title": {"text": "recovered fraction of the clean\u2013corrupted gap", "side": "top"},
+            },
+        },
+    )
+    fig.update_yaxes(type="category", ticks="", showgrid=False, title_text="patched at")
+    fig.update_xaxes(title_text="position patched (token index)", showgrid=False)
+    if tokens is not None and len(tokens) <= 30:
+        fig.update_xaxes(
+            tickmode="array",
+            tickvals=list(positions),
+            ticktext=[f"{p}<br>{escape(t)}" for p, t in zip(positions, tokens)],
+        )
+    for name, position in (marks or {}).items():
+        fig.add_vline(x=position, line={"color": style.GREY, "dash": "dot", "width": 1.5})
+        fig.add_annotation(
+            x=position,
+            y=0,
+            yref="paper",
+            yanchor="bottom",
+            text=escape(name),
+            textangle=-90,
+            showarrow=False,
+            xanchor="right",
+            font={"size": 12},
+        )
+    if title:
+        fig.update_layout(title_text=escape(title), margin_t=44)
+    best_site, best_position = divmod(int(np.nanargmax(shown)), len(positions))
+    alt = (
+        f"Heat map of recovery, {len(sites)} sites by {len(positions)} positions, from {finite.min():.2f} to "
+        f"{finite.max():.2f}; highest at {labels[best_site]}, position {positions[best_position]}. "
+        "0 is the corrupted run, 1 the clean run."
+    )
+    df = pd.DataFrame(rows)
+    return style.finish(fig, alt, df, list(df.columns))
+
+
+def site_name(site: object) -> str:
+    """A short name for a patched or probed site.
+
+    Args:
+        site: A hook point name, a layer, or any name.
+
+    Returns:
+        ``"resid_pre 3"`` for ``"blocks.3.hook_resid_pre"``; other names without their hook prefix.
+
+    Examples:
+        >>> site_name("blocks.3.mixer.hook_out"), site_name("hook_embed"), site_name(-1)
+        ('mixer.out 3', 'embed', 'embed')
+    """
+    if not isinstance(site, str):
+        return style.layer_name(site)
+    parts = site.split(".")
+    if len(parts) >= 3 and parts[0] == "blocks" and parts[1].isdigit():
+        return f"{'.'.join(p.removeprefix('hook_') for p in parts[2:])} {parts[1]}"
+    return site.removeprefix("hook_")
+
+
+def _distinct(names: list[str]) -> list[str]:
+    seen: dict[str, int] = {}
+    out = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        out.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return out
