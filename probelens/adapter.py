@@ -267,6 +267,10 @@ class Adapter:
 
     # -- starting and stopping at a block --------------------------------------------------------
 
+    def can_skip(self) -> bool:
+        """Whether a run can start at or stop before every block, and at the readout after the last."""
+        return bool(self.blocks) and ("ln_final" in self.parts or "unembed" in self.parts)
+
     def after_blocks(self) -> str:
         """The module that reads the residual after the last block."""
         for part in ("ln_final", "unembed"):

@@ -654,6 +654,14 @@ class HookedModel:
             for point in self._points.values():
                 point.ctx.clear()
 
+    def has_hooks(self) -> bool:
+        """Whether hooks are in place that a call from this thread would reach."""
+        return any(self._board.listeners(name) for name in self._board.entries)
+
+    def can_skip(self) -> bool:
+        """Whether ``start_at_layer`` and ``stop_at_layer`` reach every block and the readout."""
+        return self.adapter.can_skip()
+
     # -- the user's module ------------------------------------------------------------------------------
 
     @contextlib.contextmanager

@@ -1,0 +1,332 @@
+"""``collect``: the activations of a whole dataset, in memory or streamed to disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from probelens.cache import Slice
+from probelens.errors import InputError, ShapeError, StoreError, UnknownHookError, nearest
+from probelens.model import HookedModel
+from probelens.progress import progress_bar
+from probelens.results import Result, atomic_path
+from probelens.sites import Sites, expand, layer_of
+
+__all__ = ["Activations", "collect", "padding_mask"]
+
+
+@dataclass(frozen=True, eq=False)
+class Activations(Result):
+    """Activations of many sequences at several sites.
+
+    Args:
+        tensors: Site name to activations. (example, pos, ...)
+        layers: Site name to its place on the layer axis; −1 is the embedding.
+        pos: The positions kept, counted from the start. (pos,)
+        mask: True where a position counts. (example, pos)
+        tokens: The tokens they belong to, at all positions. (example, length)
+        model: Name of the model.
+    """
+
+    tensors: dict[str, Tensor]
+    layers: dict[str, int] = field(default_factory=dict)
+    pos: Tensor | None = None
+    mask: Tensor | None = None
+    tokens: Tensor | None = None
+    model: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """The sites, in the order of the forward pass."""
+        return list(self.tensors)
+
+    def __len__(self) -> int:
+        return len(next(iter(self.tensors.values()))) if self.tensors else 0
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self.tensors:
+            return self.tensors[name]
+        raise UnknownHookError(
+            f"site {name!r} was not collected. Collected: {nearest(name, self.names) or self.names[:5]}"
+        )
+
+    def to_dataframe(self) -> Any:
+        """One row a site: layer, shape, mean, standard deviation and norm of its activations."""
+        import pandas as pd
+
+        rows = []
+        for name, tensor in self.tensors.items():
+            values = tensor.float()
+            if self.mask is not None and self.mask.shape == tensor.shape[:2]:
+                values = values[self.mask]
+            rows.append(
+                {
+                    "site": name, "layer": self.layers.get(name), "shape": "x".join(map(str, tensor.shape)),
+                    "mean": values.mean().item(), "std": values.std().item(),
+                    "norm": values.norm(dim=-1).mean().item(),
+                }
+            )  # fmt: skip
+        return pd.DataFrame(rows)
+
+    def plot(self) -> Any:
+        """Mean norm of the activations by layer."""
+        import plotly.express as px
+
+        return px.line(self.to_dataframe(), x="layer", y="norm", markers=True, hover_name="site")
+
+
+def collect(
+    model: HookedModel,
+    batch: Any,
+    sites: Sites = "resid_post",
+    pos: Slice = None,
+    out: str | os.PathLike[str] | None = None,
+    *,
+    batch_size: int = 64,
+    dtype: torch.dtype | None = None,
+    attention_mask: Tensor | None = None,
+    progress: bool = False,
+) -> Activations:
+    """Run a dataset through the model and keep activations.
+
+    Args:
+        model: The wrapped model; run in eval mode, without gradients.
+        batch: A ``Batch``, tokens (example, pos), strings, a mapping with ``input_ids`` (and
+            ``attention_mask``), or rows of a Hugging Face dataset that have these columns.
+        sites: A shorthand that stands for every layer, "layers" for the whole layer axis, names,
+            globs, or a list.
+        pos: Positions to keep: None for all, int, slice, list. An int keeps an axis of length 1.
+        out: A folder to stream to. What stands there already is kept, and an interrupted run of the
+            same data goes on where it stopped; the result is memory-mapped, not read.
+        batch_size: Sequences in one forward pass.
+        dtype: Dtype to keep; None for the model's own (float16 halves what a stream writes).
+        attention_mask: 1 for real tokens. (example, pos)
+        progress: Show a progress bar.
+
+    Returns:
+        Activations on the CPU: (example, pos, ...) by site.
+
+    Raises:
+        UnknownHookError: A site that the model doesn't have.
+        InputError: No examples.
+        StoreError: ``out`` holds activations of other data, or can't be written.
+    """
+    tokens, mask, attention = _inputs(model, batch, attention_mask)
+    names = expand(model, sites)
+    if batch_size < 1 or len(tokens) == 0:
+        raise InputError(f"collect needs sequences and a batch size of at least 1, got {len(tokens)} and {batch_size}")
+    if isinstance(pos, int):
+        pos = [pos]
+    length = tokens.shape[1]
+    kept = _positions(pos, length)
+    last = max((model.point(n).layer() + 1 for n in names if n.startswith("blocks.")), default=0)
+    inner = all(n.startswith("blocks.") for n in names) and model.can_skip()
+    store: _Memory | _Disk = _Memory(len(tokens)) if out is None else _Disk(Path(out), len(tokens), _key(model, tokens, names, kept, dtype))
+    chunks = torch.arange(len(tokens)).split(batch_size)
+    with torch.no_grad(), model.evaluating(), progress_bar(len(tokens), "sequences", progress) as bar:
+        for rows in chunks:
+            if int(rows[-1]) < store.done:
+                bar.update(len(rows))
+                continue
+            _, cache = model.run_with_cache(
+                tokens[rows],
+                names,
+                pos_slice=pos,
+                device="cpu",
+                dtype=dtype,
+                return_type=None,
+                stop_at_layer=last if inner and last < model.cfg.n_layers else None,
+                attention_mask=None if attention is None else attention[rows],
+            )
+            store.put(int(rows[0]), {name: cache[name] for name in names})
+            bar.update(len(rows))
+    n = model.cfg.n_layers
+    return Activations(
+        store.tensors(),
+        {name: layer_of(name, n) for name in names},
+        kept,
+        None if mask is None else mask[:, kept],
+        tokens.cpu() if not tokens.is_floating_point() else None,
+        model.cfg.model_name,
+    )
+
+
+def padding_mask(mask: Tensor | None) -> Tensor | None:
+    """The attention mask that a batch with this mask needs, or None if it needs none.
+
+    Padding on the right never reaches an earlier position of a causal model, so only a real token
+    after padding calls for a mask.
+
+    Args:
+        mask: True on real tokens. (example, pos)
+    """
+    if mask is None or bool(mask.all()):
+        return None
+    real = mask.long()
+    gap = (real[:, 1:] > real[:, :-1]).any()
+    return real if bool(gap) else None
+
+
+def _inputs(model: HookedModel, batch: Any, attention: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    tokens = getattr(batch, "tokens", None)
+    if isinstance(tokens, Tensor):
+        return tokens, getattr(batch, "mask", None), attention
+    if isinstance(batch, str) or (isinstance(batch, (list, tuple)) and batch and all(isinstance(t, str) for t in batch)):
+        tokens, made = model._tokenize(batch)
+        attention = made if attention is None else attention
+    elif isinstance(batch, Tensor):
+        tokens = batch
+    elif isinstance(batch, Mapping) or hasattr(batch, "column_names"):
+        columns = batch if isinstance(batch, Mapping) else {c: batch[c] for c in batch.column_names}
+        if "input_ids" not in columns:
+            raise InputError(f"inputs need a column 'input_ids', found {sorted(columns)}. Tokenize the text first.")
+        tokens, made = _padded(columns["input_ids"], columns.get("attention_mask"))
+        attention = made if attention is None else attention
+    else:
+        try:
+            tokens = torch.as_tensor(batch)
+        except (TypeError, ValueError, RuntimeError) as err:
+            raise InputError(
+                f"can't collect from a {type(batch).__name__}. Give a Batch, tokens (example, pos), strings, "
+                "or a mapping with input_ids"
+            ) from err
+    if tokens.ndim < 2:
+        raise ShapeError(f"inputs must be (example, pos, ...), got shape {tuple(tokens.shape)}")
+    if attention is not None:
+        attention = torch.as_tensor(attention)
+        if attention.shape != tokens.shape[:2]:
+            raise ShapeError(
+                f"attention_mask has shape {tuple(attention.shape)}, the tokens {tuple(tokens.shape[:2])}: they must agree"
+            )
+        return tokens, attention.bool().cpu(), attention
+    return tokens, None, None
+
+
+def _padded(ids: Any, attention: Any) -> tuple[Tensor, Tensor | None]:
+    if isinstance(ids, Tensor):
+        return ids, None if attention is None else torch.as_tensor(attention)
+    rows = [list(row) for row in ids]
+    width = max((len(r) for r in rows), default=0)
+    tokens = torch.tensor([r + [0] * (width - len(r)) for r in rows])
+    if attention is not None:
+        return tokens, torch.tensor([list(m) + [0] * (width - len(m)) for m in attention])
+    if all(len(r) == width for r in rows):
+        return tokens, None
+    return tokens, torch.tensor([[1] * len(r) + [0] * (width - len(r)) for r in rows])
+
+
+def _positions(pos: Slice, length: int) -> Tensor:
+    if pos is None:
+        return torch.arange(length)
+    if isinstance(pos, tuple):
+        pos = slice(*pos)
+    if isinstance(pos, slice):
+        return torch.arange(length)[pos]
+    wanted = torch.as_tensor(pos)
+    bad = wanted[(wanted < -length) | (wanted >= length)]
+    if len(bad):
+        raise ShapeError(
+            f"position {int(bad[0])} asked for, but the sequences have {length}: allowed are {-length} to {length - 1}"
+        )
+    return wanted % length
+
+
+class _Memory:
+    """Activations gathered in memory."""
+
+    done = 0
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.held: dict[str, Tensor] = {}
+
+    def put(self, start: int, found: Mapping[str, Tensor]) -> None:
+        for name, tensor in found.items():
+            if name not in self.held:
+                self.held[name] = torch.empty(self.n, *tensor.shape[1:], dtype=tensor.dtype)
+            self.held[name][start : start + len(tensor)] = tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.held
+
+
+class _Disk:
+    """Activations streamed to one ``.npy`` file a site, with a record of how far the run got."""
+
+    def __init__(self, folder: Path, n: int, key: str) -> None:
+        self.folder, self.n, self.key = folder, n, key
+        self.record = folder / "collect.json"
+        self.files: dict[str, str] = {}
+        self.maps: dict[str, Any] = {}
+        self.done = 0
+        if not self.record.exists():
+            return
+        try:
+            found = json.loads(self.record.read_text())
+            same, self.done, self.files = found["key"] == key, int(found["done"]), dict(found["files"])
+        except (ValueError, KeyError, TypeError, OSError) as err:
+            raise StoreError(f"{str(self.record)!r} is damaged ({err}). Remove the folder or choose another.") from err
+        if not same:
+            raise StoreError(
+                f"{str(folder)!r} holds activations of other data, sites, positions or another model. "
+                "Choose another folder, or remove this one."
+            )
+        for name, file in self.files.items():
+            self.maps[name] = self._open(folder / Path(file).name)
+
+    def _open(self, path: Path) -> Any:
+        import numpy as np
+
+        try:
+            return np.load(path, mmap_mode="r+", allow_pickle=False)
+        except (OSError, ValueError) as err:
+            raise StoreError(f"{str(path)!r} can't be read: {err}. Remove the folder to collect again.") from err
+
+    def put(self, start: int, found: Mapping[str, Tensor]) -> None:
+        import numpy as np
+
+        for i, (name, tensor) in enumerate(found.items()):
+            if tensor.dtype == torch.bfloat16:
+                raise InputError("bfloat16 can't be streamed to disk. Give dtype=torch.float16 or torch.float32")
+            values = tensor.numpy()
+            if name not in self.maps:
+                file = f"site_{i:03d}.npy"
+                try:
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    self.maps[name] = np.lib.format.open_memmap(
+                        self.folder / file, "w+", values.dtype, (self.n, *values.shape[1:])
+                    )
+                except OSError as err:
+                    raise StoreError(f"can't write to {str(self.folder)!r}: {err}") from err
+                self.files[name] = file
+            self.maps[name][start : start + len(values)] = values
+        for held in self.maps.values():
+            held.flush()
+        self.done = start + len(next(iter(found.values())))
+        with atomic_path(self.record) as part:
+            part.write_text(json.dumps({"key": self.key, "done": self.done, "files": self.files}))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: torch.from_numpy(held) for name, held in self.maps.items()}
+
+
+def _key(model: HookedModel, tokens: Tensor, names: list[str], kept: Tensor, dtype: torch.dtype | None) -> str:
+    digest = hashlib.sha256()
+    digest.update(json.dumps([model.cfg.model_name, names, str(dtype), list(tokens.shape), kept.tolist()]).encode())
+    digest.update(tokens.cpu().contiguous().numpy().tobytes())
+    for name, p in model.module.named_parameters():
+        # A few numbers of every weight tell two checkpoints apart without reading all of them.
+        sample = p.detach().flatten()[:: max(1, p.numel() // 64)].float().cpu()
+        digest.update(name.encode() + sample.numpy().tobytes())
+    return digest.hexdigest()

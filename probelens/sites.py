@@ -1,0 +1,85 @@
+"""Sites: from a shorthand such as "resid_post" to hook point names, and each name's layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from probelens.errors import InputError, UnknownHookError, nearest
+from probelens.model import HookedModel
+
+__all__ = ["LAYER_AXIS", "Sites", "expand", "layer_of"]
+
+LAYER_AXIS = "layers"
+Sites = str | Iterable[str]
+
+
+def expand(model: HookedModel, sites: Sites) -> list[str]:
+    """The hook point names that ``sites`` means.
+
+    Args:
+        model: The wrapped model.
+        sites: A shorthand that stands for every layer ("resid_pre", "resid_post", "mixer_out",
+            "attn_out", …), "layers" for the layer axis (the residual entering block 0 and
+            resid_post of every block), a full name, a glob, or a list of these.
+
+    Returns:
+        Names in the order of the forward pass, each once.
+
+    Raises:
+        UnknownHookError: Something that fits no hook point.
+        InputError: An empty list.
+    """
+    if isinstance(sites, str):
+        return _one(model, sites)
+    names = [name for site in sites for name in _one(model, site)]
+    if not names:
+        raise InputError("sites is an empty list. Give a shorthand such as 'resid_post', or names")
+    return list(dict.fromkeys(names))
+
+
+def _one(model: HookedModel, site: str) -> list[str]:
+    if not isinstance(site, str):
+        raise UnknownHookError(f"a site is a string, got {site!r}")
+    points = model.hook_dict
+    if site == LAYER_AXIS:
+        return ["blocks.0.hook_resid_pre", *_one(model, "resid_post")]
+    if model.alias(site) in points:
+        return [model.alias(site)]
+    tail = site if site.startswith("hook_") else f"hook_{site}"
+    found = [n for n in points if n.startswith("blocks.") and n.split(".", 2)[2] == tail]
+    found += [p.name for p in points.values() if any(a.split(".", 2)[-1] == tail for a in p.aliases)]
+    if not found:
+        found = [n for n in points if n.startswith("blocks.") and n.rsplit(".", 1)[1] == tail]
+        owners = {n.split(".")[2] for n in found}
+        if len(owners) > 1:
+            raise UnknownHookError(
+                f"site {site!r} fits points of {sorted(owners)}: say which, for example "
+                f"'blocks.*.{sorted(owners)[0]}.{tail}'"
+            )
+    if not found and tail in points:
+        found = [tail]
+    if found:
+        return list(dict.fromkeys(found))
+    if any(c in site for c in "*?[.") or site in points:
+        return [p.name for p in model.match(site)[0]]
+    short = sorted({n.rsplit(".", 1)[1].removeprefix("hook_") for n in points})
+    reason = model.adapter.absent(f"blocks.0.{tail}")
+    raise UnknownHookError(
+        f"site {site!r} not found in this {type(model.module).__name__}{f': {reason}' if reason else ''}. "
+        f"Nearest: {nearest(site, short) or short[:5]}. All names: model.hook_points()"
+    )
+
+
+def layer_of(name: str, n_layers: int) -> int:
+    """Where a point stands on the layer axis: −1 for the embedding, l for block l, n after the last.
+
+    The residual entering block 0 is the embedding's; the one entering block l is block l−1's output.
+
+    Examples:
+        >>> layer_of("blocks.0.hook_resid_pre", 4), layer_of("blocks.3.hook_resid_post", 4)
+        (-1, 3)
+    """
+    parts = name.split(".")
+    if parts[0] == "blocks" and len(parts) > 2 and parts[1].isdigit():
+        return int(parts[1]) - (parts[2] == "hook_resid_pre")
+    return -1 if parts[0] in ("hook_embed", "embed", "hook_pos_embed") else n_layers
