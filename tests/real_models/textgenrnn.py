@@ -1,10 +1,10 @@
 """The character LSTM of ``textgenrnn`` 2.0.0, trained by its author on Reddit titles, rebuilt in torch.
 
-Its weights are those of a Keras 2.1.5 model with ``CuDNNLSTM`` layers. CuDNN's layout differs from a Keras LSTM's:
-the gates stand in the order i, f, c, o (torch's i, f, g, o); each gate's input block is a (hidden, input) matrix
-whose numbers are merely *stored* under the shape (input, hidden); each gate's recurrent block is already
-(hidden, hidden) as torch wants it; and there are two biases, input and recurrent. So converting copies numbers
-and computes nothing.
+Its weights are those of a Keras 2.1.5 model with ``CuDNNLSTM`` layers. CuDNN's layout differs from a Keras
+LSTM's: the gates stand in the order i, f, c, o (torch's i, f, g, o); each gate's input block is a (hidden,
+input) matrix whose numbers are merely *stored* under the shape (input, hidden); each gate's recurrent block
+is already (hidden, hidden) as torch wants it; and there are two biases, input and recurrent. So converting
+copies numbers and computes nothing.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ START = "<s>"  # stands before and after a title
 class WindowAttention(nn.Module):
     """Average of the last 40 positions, weighted by the softmax of one score per position.
 
-    The Keras layer sees one window and gives one vector; this one gives every position the vector of the window
-    that ends there.
+    The Keras layer sees one window and gives one vector; this one gives every position the vector of the
+    window that ends there.
     """
 
     def __init__(self, width: int) -> None:
@@ -57,7 +57,9 @@ class TextLSTM(nn.Module):
         self.vocab = dict(vocab)
         self.characters = {i: c for c, i in self.vocab.items()}
         self.embedding = nn.Embedding(len(vocab) + 1, 100)
-        self.rnns = nn.ModuleList([nn.LSTM(100, HIDDEN, batch_first=True), nn.LSTM(HIDDEN, HIDDEN, batch_first=True)])
+        self.rnns = nn.ModuleList(
+            [nn.LSTM(100, HIDDEN, batch_first=True), nn.LSTM(HIDDEN, HIDDEN, batch_first=True)]
+        )
         self.attention = WindowAttention(100 + 2 * HIDDEN)
         self.head = nn.Linear(100 + 2 * HIDDEN, len(vocab) + 1)
 
@@ -65,7 +67,8 @@ class TextLSTM(nn.Module):
         """Logits of the next character at every position. (batch, pos) -> (batch, pos, d_vocab)
 
         The network was trained on 40 characters at a time, from a state of zero, to predict one. So those at
-        position 39 of a window of 40 are its predictions. The others stand for windows shorter than any it has seen.
+        position 39 of a window of 40 are its predictions. The others stand for windows shorter than any it
+        has seen.
         """
         levels = [self.embedding(tokens)]
         for rnn in self.rnns:
@@ -113,8 +116,10 @@ def load(gates: str = "ifco", stored_as: str = "cudnn") -> TextLSTM:
     """The trained network.
 
     Args:
-        gates: Order in which the four gates are taken to be stored. Another than the default builds a broken network.
-        stored_as: "cudnn", or "keras" to read the gates as a Keras LSTM would store them, which is wrong here.
+        gates: Order in which the four gates are taken to be stored. Another than the default builds a
+            broken network.
+        stored_as: "cudnn", or "keras" to read the gates as a Keras LSTM would store them, which is wrong
+            here.
     """
     weights = read_weights()
     model = TextLSTM(json.loads(fetch.read(fetch.TEXTGENRNN, "textgenrnn_vocab.json").decode("utf-8")))
@@ -126,7 +131,9 @@ def load(gates: str = "ifco", stored_as: str = "cudnn") -> TextLSTM:
     }
     order = [gates.index(gate) for gate in "ifco"]
     for layer, name in enumerate(("rnn_1", "rnn_2")):
-        kernel, recurrent, bias = (weights[f"{name}/{part}"] for part in ("kernel", "recurrent_kernel", "bias"))
+        kernel, recurrent, bias = (
+            weights[f"{name}/{part}"] for part in ("kernel", "recurrent_kernel", "bias")
+        )
         blocks = np.hsplit(kernel, 4), np.hsplit(recurrent, 4), bias.reshape(2, 4, HIDDEN)
         if stored_as == "cudnn":
             w_ih = [block.reshape(HIDDEN, -1) for block in blocks[0]]
