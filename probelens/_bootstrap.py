@@ -1,0 +1,134 @@
+"""Nested resampling of plain arrays, and the calibration of its draws to a Student interval."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from probelens.errors import InputError, ShapeError
+
+Array = NDArray[np.float64]
+Values = Any  # Tensor, array, or a sequence of one of these per seed
+Statistic = Callable[[Array], Array]
+
+_CHUNK = 2**22  # elements of a resampling table held at once
+
+
+def resample(
+    nested: list[Array],
+    function: Statistic,
+    n_draws: int,
+    rng: np.random.Generator,
+    level: float,
+    z: float,
+) -> tuple[Array, Array, Array, float]:
+    """Per-seed statistics, raw draws, variance of the estimate and its degrees of freedom."""
+    n_seeds = len(nested)
+    per_seed = np.stack([np.asarray(function(rows.mean(axis=0))) for rows in nested])
+    slots = np.zeros((n_draws, 1), int) if n_seeds == 1 else rng.integers(n_seeds, size=(n_draws, n_seeds))
+    drawn = np.empty((*slots.shape, *per_seed.shape[1:]))
+    for s, rows in enumerate(nested):
+        here = slots == s
+        drawn[here] = function(_resampled_means(rows, int(here.sum()), rng))
+    draws = drawn.mean(axis=1)
+    if n_seeds > 1:
+        return per_seed, draws, per_seed.var(axis=0, ddof=1) / n_seeds, n_seeds - 1.0
+    # One seed: the percentiles' own half width stands for the standard error, as it resists heavy tails.
+    n = len(nested[0])
+    if n < 2:
+        raise InputError("one seed with one example has no spread: give more examples or more seeds")
+    low, high = _quantiles(draws, level)
+    return per_seed, draws, ((high - low) / 2 / z) ** 2 * n / (n - 1), n - 1.0
+
+
+def _resampled_means(rows: Array, n_draws: int, rng: np.random.Generator) -> Array:
+    n, flat = len(rows), rows.reshape(len(rows), -1)
+    out = np.empty((n_draws, flat.shape[1]))
+    step = max(1, _CHUNK // n)
+    for start in range(0, n_draws, step):
+        m = min(step, n_draws - start)
+        picks = rng.integers(n, size=(m, n), dtype=np.int32)
+        picks += np.arange(m, dtype=np.int32)[:, None] * np.int32(n)
+        counts = np.bincount(picks.reshape(-1), minlength=m * n).reshape(m, n)
+        out[start : start + m] = counts @ flat / n
+    return out.reshape(n_draws, *rows.shape[1:])
+
+
+def calibrate(estimate: Array, raw: Array, half: Array, level: float) -> tuple[Array, Array, Array]:
+    """Draws moved to the estimate and stretched until their quantiles are 2 ``half`` apart."""
+    low, high = _quantiles(raw, level)
+    spread = (high - low) / 2
+    with np.errstate(divide="ignore", invalid="ignore"):
+        stretch = np.where(spread > 0, half / spread, 0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        centre = np.nanmean(raw, axis=0)
+    draws = estimate + stretch * (raw - centre)
+    flat = (spread <= 0) & (half > 0)
+    low = np.where(flat, estimate - half, estimate + stretch * (low - centre))
+    high = np.where(flat, estimate + half, estimate + stretch * (high - centre))
+    return draws, low, high
+
+
+def _quantiles(draws: Array, level: float) -> tuple[Array, Array]:
+    # A statistic may be undefined on some draws; on all of them the ends are NaN.
+    find = np.nanquantile if np.isnan(draws).any() else np.quantile
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        low, high = find(draws, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    return low, high
+
+
+def t_quantile(level: float, df: Any) -> Array:
+    """Half width of a central Student interval in standard errors; the normal one at infinite ``df``."""
+    from scipy.special import ndtri, stdtrit
+
+    tail = (1 + level) / 2
+    return np.where(np.isinf(df), ndtri(tail), stdtrit(np.where(np.isinf(df), 1.0, df), tail))
+
+
+def as_tensor(values: Any) -> Tensor:
+    """A float64 tensor of its own memory."""
+    return torch.from_numpy(np.array(values, dtype=np.float64))
+
+
+def identity(means: Array) -> Array:
+    """The statistic of a plain mean."""
+    return means
+
+
+def by_seed(values: Values, seeds: ArrayLike | Tensor | None) -> list[Array]:
+    """Any accepted form of values as one (example, ...) array per seed, checked."""
+    if seeds is not None:
+        rows, ids = as_array(values), np.asarray(seeds.cpu() if isinstance(seeds, Tensor) else seeds)
+        if ids.ndim != 1 or rows.ndim == 0 or len(ids) != len(rows):
+            raise ShapeError(f"seeds must name the seed of each row: got {ids.shape} for values {rows.shape}")
+        found = [rows[ids == s] for s in np.unique(ids)]
+    elif isinstance(values, (Tensor, np.ndarray)):
+        table = as_array(values)
+        found = [table] if table.ndim == 1 else list(table)
+    else:
+        items = [as_array(v) for v in values]
+        found = [np.stack(items)] if items and all(v.ndim == 0 for v in items) else items
+    if not found or any(rows.ndim == 0 or len(rows) == 0 for rows in found):
+        raise InputError(
+            "no examples: give (seed, example, ...), one (example, ...) per seed, or flat values and seeds"
+        )
+    if len({rows.shape[1:] for rows in found}) > 1:
+        raise ShapeError(f"seeds differ in the features of an example: {[rows.shape for rows in found]}")
+    if not all(np.isfinite(rows).all() for rows in found):
+        raise InputError("values hold NaN or infinity: drop or mask the undefined examples first")
+    return found
+
+
+def as_array(values: Any) -> Array:
+    """A float64 array of a tensor or of anything array-like."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu().double().numpy()
+    return np.asarray(values, dtype=np.float64)
