@@ -156,6 +156,31 @@ def test_the_country_is_at_the_subject_up_to_layer_23_and_then_at_the_last_posit
     assert min(last[24:]) > 0.6
 
 
+def test_patch_agrees_with_hooks_set_by_hand(capitals: Capitals) -> None:
+    model = capitals.model
+    sites = [f"blocks.{layer}.hook_resid_pre" for layer in (0, 12, 20, 24, 25)]
+    pairs = pl.PatchPairs(
+        clean=model.to_tokens(CLEAN),
+        corrupted=model.to_tokens(CORRUPTED),
+        edit_pos=torch.tensor([SUBJECT]),
+        read_pos=torch.tensor([LAST]),
+        answers=torch.tensor([[capitals.paris, capitals.rome]]),
+    )
+    result = pl.patch(model, pairs, sites=sites, pos=[SUBJECT, LAST], mode="denoise")
+    assert float(result.clean) == pytest.approx(capitals.clean_gap, abs=1e-3)
+    assert float(result.corrupted) == pytest.approx(capitals.corrupted_gap, abs=1e-3)
+    by_hand = [
+        [capitals.recovery(site, int(site.split(".")[1]), pos) for pos in (SUBJECT, LAST)] for site in sites
+    ]
+    torch.testing.assert_close(result.recovery(), torch.tensor(by_hand), atol=1e-4, rtol=0)
+    # The mirror: Italy's activation, put into the France run, takes away what it gave back before.
+    mirror = pl.patch(model, pairs, sites=sites[:3], pos=[SUBJECT, LAST], mode="noise")
+    torch.testing.assert_close(
+        mirror.values[:, 0, 0], torch.full((3,), capitals.corrupted_gap), atol=1.0, rtol=0
+    )
+    torch.testing.assert_close(mirror.values[:, 1, 0], torch.full((3,), capitals.clean_gap), atol=1.0, rtol=0)
+
+
 def test_positions_that_come_before_the_subject_restore_nothing(capitals: Capitals) -> None:
     for layer in (0, 10, 20, 25):
         for pos in range(SUBJECT):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import io
 import os
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,11 @@ def _phonemes() -> list[str]:
 
 
 def _class_def() -> ast.ClassDef:
-    source = ast.parse(fetch.read(fetch.G2P_EN, "g2p_en/g2p.py").decode("utf-8"))
+    text = fetch.read(fetch.G2P_EN, "g2p_en/g2p.py").decode("utf-8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # an escape sequence in it that newer Pythons dislike
+        warnings.simplefilter("ignore", DeprecationWarning)
+        source = ast.parse(text)
     return next(part for part in source.body if isinstance(part, ast.ClassDef) and part.name == "G2p")
 
 
