@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from torch import nn
 
+from probelens.adapters import _attention
 from probelens.adapters._hf import HFAdapter, first_child, is_hf, join
-from probelens.hooks import HookPoint
+from probelens.hooks import HookPoint, Tap
 
 __all__ = ["HFTransformer"]
 
@@ -17,6 +19,7 @@ _UP = ("gate_proj", "dense_h_to_4h", "c_fc", "fc1", "fc_in", "up_proj", "w1")
 _DOWN = ("down_proj", "dense_4h_to_h", "c_proj", "fc2", "fc_out", "w2")
 _OUT = ("o_proj", "dense", "c_proj", "out_proj")
 HEADS = ("batch", "pos", "head", "d_head")
+PATTERN = ("batch", "head", "pos", "key_pos")
 MLP_AXES = ("batch", "pos", "d_mlp")
 
 
@@ -62,6 +65,7 @@ class HFTransformer(HFAdapter):
         after_mlp = first_child(block, ("post_feedforward_layernorm",))
         after_attention = "post_attention_layernorm" if after_mlp else None
         if attention is not None:
+            points += self._inside_attention(prefix, join(path, attention))
             out = first_child(block.get_submodule(attention), _OUT)
             if out is not None and self.cfg.n_heads:
                 points.append(
@@ -91,6 +95,29 @@ class HFTransformer(HFAdapter):
                 points.append(self.boundary(prefix + "mlp.hook_post", join(path, mlp, down), "in", axes=MLP_AXES))
             points.append(self.boundary(prefix + "hook_mlp_out", join(path, after_mlp or mlp), "out"))
         return points
+
+    def _inside_attention(self, prefix: str, path: str) -> list[HookPoint]:
+        # Only models that call transformers' attention interface can have their attention replaced.
+        if not getattr(self.module, "_supports_attention_backend", False):
+            return []
+        kv = ("batch", "key_pos", "kv_head", "d_head")
+        notes = {
+            "hook_q": (HEADS, "after the rotary embedding"),
+            "hook_k": (kv, "after the rotary embedding; heads as stored, before grouped queries share them"),
+            "hook_v": (kv, "heads as stored, before grouped queries share them"),
+            "hook_attn_scores": (PATTERN, "scaled and masked, before the softmax"),
+            "hook_pattern": (PATTERN, "after the softmax; an edit is not normalised again"),
+        }
+        return [
+            self.interior(f"{prefix}attn.{name}", path, axes=axes, note=note) for name, (axes, note) in notes.items()
+        ]
+
+    def instrumented_paths(self) -> list[str]:
+        return list(dict.fromkeys(p.module for p in self.all_points if p.kind == "interior"))
+
+    def instrument(self, path: str, tap: Tap) -> contextlib.AbstractContextManager[None]:
+        module = self.module.get_submodule(path)
+        return _attention.instrumented(module, getattr(module, "config", self.config), tap)
 
     def parallel(self, block: nn.Module) -> bool:
         """Whether attention and MLP of a block both read the residual that enters it."""

@@ -79,21 +79,22 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(repr(n) for n in names) or "none"
 
 
-def slice_positions(tensor: Tensor, pos: Slice) -> Tensor:
-    """Positions of an activation, axis 1. An int removes the axis; None keeps all.
+def slice_positions(tensor: Tensor, pos: Slice, axis: int = 1) -> Tensor:
+    """Positions of an activation. An int removes the axis; None keeps all.
 
     Args:
         tensor: (batch, pos, ...)
         pos: None, int, slice, list or tensor of positions, or TransformerLens' ``(start, stop)``.
+        axis: Where the positions are.
 
     Raises:
         ShapeError: The tensor has no position axis, or a position is out of range.
     """
     if pos is None:
         return tensor
-    if tensor.ndim < 2:
+    if tensor.ndim <= axis:
         raise ShapeError(f"positions {pos!r} asked of a tensor of shape {tuple(tensor.shape)}: no position axis")
-    length = tensor.shape[1]
+    length = tensor.shape[axis]
     if isinstance(pos, tuple):
         pos = slice(*pos)
     wanted = [pos] if isinstance(pos, int) else [] if isinstance(pos, slice) else [int(p) for p in pos]
@@ -102,7 +103,8 @@ def slice_positions(tensor: Tensor, pos: Slice) -> Tensor:
         raise ShapeError(
             f"position {bad[0]} asked for, but the sequence has {length}: allowed are {-length} to {length - 1}"
         )
-    return tensor[:, pos] if isinstance(pos, (int, slice)) else tensor[:, wanted]
+    lead = (slice(None),) * axis
+    return tensor[(*lead, pos)] if isinstance(pos, (int, slice)) else tensor[(*lead, wanted)]
 
 
 class ActivationCache(Mapping[str, Tensor]):

@@ -104,6 +104,14 @@ class HookPoint:
             return int(parts[1])
         raise InputError(f"hook point {self.name!r} belongs to the whole model, not to one block")
 
+    @property
+    def pos_axis(self) -> int:
+        """The axis of the hook's tensor that runs over positions."""
+        for axis in ("pos", "key_pos"):
+            if axis in self.axes:
+                return self.axes.index(axis)
+        return 1
+
     def at(self, pos: int, length: int | None = None) -> HookPoint:
         """This point at one position: the same name and ``ctx``, with ``pos`` set."""
         return HookPoint(
@@ -137,19 +145,19 @@ class At:
         if hook.pos is not None:
             wanted = self.resolve(hook.length) if hook.length is not None else self.positions
             return self.fn(tensor, hook=hook) if hook.pos in wanted else None
-        if tensor.ndim < 2:
+        axis = hook.pos_axis
+        if tensor.ndim <= axis:
             raise ShapeError(f"{hook.name!r} gives a tensor of shape {tuple(tensor.shape)}: no position axis")
+        length = tensor.shape[axis]
         result = None
-        for p in self.resolve(tensor.shape[1]):
-            current = tensor if result is None else result
-            before = current[:, p]
-            new = self.fn(before.clone(), hook=hook.at(p, tensor.shape[1]))
+        for p in self.resolve(length):
+            before = (tensor if result is None else result).select(axis, p)
+            new = self.fn(before.clone(), hook=hook.at(p, length))
             if new is None:
                 continue
-            new = _checked(new, before, hook)
             if result is None:
                 result = tensor.clone()
-            result[:, p] = new
+            result.select(axis, p).copy_(_checked(new, before, hook))
         return result
 
 

@@ -587,20 +587,20 @@ class HookedModel:
     ) -> tuple[dict[str, Any], list[Entry], list[Entry]]:  # fmt: skip
         cache = {} if cache is None else cache
 
-        def copy(tensor: Tensor, pos: int | None) -> Tensor:
+        def copy(tensor: Tensor, hook: HookPoint) -> Tensor:
             kept = tensor.detach()
-            kept = kept if pos is not None else slice_positions(kept, pos_slice)
+            kept = kept if hook.pos is not None else slice_positions(kept, pos_slice, hook.pos_axis)
             kept = kept.to(device=device, dtype=dtype, copy=True)
             return kept[0] if squeeze else kept
 
         def record(tensor: Tensor, hook: HookPoint, suffix: str = "") -> None:
             name = hook.name + suffix
             if hook.pos is None:
-                cache[name] = copy(tensor, None)
+                cache[name] = copy(tensor, hook)
             elif _kept(hook.pos, hook.length, pos_slice):
                 if hook.pos == 0 or not isinstance(cache.get(name), list):
                     cache[name] = []
-                cache[name].append(copy(tensor, hook.pos))
+                cache[name].append(copy(tensor, hook))
 
         def record_grad(tensor: Tensor, hook: HookPoint) -> None:
             record(tensor, hook, "_grad")

@@ -1,0 +1,321 @@
+"""Models built on ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN``: every layer of every stack is a block.
+
+Also the layers inside one fused, stacked module, of which plain PyTorch hooks see only the last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from probelens.adapter import Adapter, Call, ModelConfig, StopForward, swapped_forward
+from probelens.adapters._hf import is_hf
+from probelens.errors import InputError
+from probelens.hooks import HookPoint, Tap
+from probelens.rnn import rnn_forward
+
+__all__ = ["TorchRNN"]
+
+_GATES = {"LSTM": "ifgo", "GRU": "rzn", "RNN_TANH": "", "RNN_RELU": ""}
+
+
+class TorchRNN(Adapter):
+    """Any module that contains ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` layers, or is one.
+
+    Blocks are the recurrent layers in the order in which the modules were registered, which must be
+    the order in which they run.
+
+    Args:
+        module: The model.
+        embed: Path of the token embedding; found if there is exactly one ``nn.Embedding``.
+        ln_final: Path of a norm after the last layer, if there is one.
+        unembed: Path of the output layer; found if exactly one ``nn.Linear`` follows the layers.
+        tokenizer: For text inputs.
+    """
+
+    name = "torch-rnn"
+    priority = 20
+    options = ("embed", "ln_final", "unembed", "tokenizer")
+
+    def __init__(
+        self, module: nn.Module, embed: str | None = None, ln_final: str | None = None,
+        unembed: str | None = None, tokenizer: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__(module)
+        self.tokenizer = tokenizer
+        # Each block: the path of its module and which of that module's layers it is.
+        self.layers: list[tuple[str, int]] = []
+        found = [(path, m) for path, m in module.named_modules() if isinstance(m, nn.RNNBase)]
+        for path, rnn in found:
+            self.layers += [(path, j) for j in range(rnn.num_layers)]
+        self.blocks = [path for path, _ in self.layers]
+        last = found[-1][1]
+        names = [path for path, _ in module.named_modules()]
+        after = names.index(found[-1][0])
+        linears = [p for i, (p, m) in enumerate(module.named_modules()) if isinstance(m, nn.Linear) and i > after]
+        embeddings = [p for p, m in module.named_modules() if isinstance(m, nn.Embedding)]
+        self.parts = {
+            part: path
+            for part, path in (
+                ("embed", embed or (embeddings[0] if len(embeddings) == 1 else None)),
+                ("ln_final", ln_final),
+                ("unembed", unembed or (linears[0] if len(linears) == 1 else None)),
+            )
+            if path is not None
+        }
+        for part, path in self.parts.items():
+            if path not in names:
+                raise InputError(f"{part}={path!r}: {type(module).__name__} has no such submodule. Found: {names[1:6]}")
+        table = module.get_submodule(self.parts["embed"]) if "embed" in self.parts else None
+        head = module.get_submodule(self.parts["unembed"]) if "unembed" in self.parts else None
+        self.cfg = ModelConfig(
+            n_layers=len(self.layers),
+            d_model=_width(last),
+            d_vocab=int(getattr(table, "num_embeddings", 0) or 0),
+            d_vocab_out=int(getattr(head, "out_features", 0) or 0),
+            model_name=type(module).__name__,
+            architecture=self.name,
+            extra={"cell": last.mode.lower(), "bidirectional": last.bidirectional, "hidden_size": last.hidden_size},
+        )
+
+    @classmethod
+    def matches(cls, module: Any) -> bool:
+        return (
+            isinstance(module, nn.Module)
+            and not is_hf(module)
+            and any(isinstance(m, nn.RNNBase) for m in module.modules())
+        )
+
+    def _rnn(self, path: str) -> nn.RNNBase:
+        return self.module.get_submodule(path)  # type: ignore[return-value]
+
+    def points(self) -> list[HookPoint]:
+        out: list[HookPoint] = []
+        if "embed" in self.parts:
+            out.append(self.boundary("hook_embed", self.parts["embed"], "out"))
+        for layer, (path, _) in enumerate(self.layers):
+            out.extend(self.block_points(layer, path))
+        for part, axis in (("ln_final", "d_model"), ("unembed", "d_vocab")):
+            if part in self.parts:
+                where = self.parts[part]
+                out.append(self.boundary(f"{part}.hook_in", where, "in"))
+                out.append(self.boundary(f"{part}.hook_out", where, "out", axes=("batch", "pos", axis)))
+        return out
+
+    def block_points(self, layer: int, path: str) -> list[HookPoint]:
+        rnn = self._rnn(path)
+        prefix = f"blocks.{layer}."
+        axes = ("batch", "pos", "d_model")
+        into, outof = (prefix + "rnn.hook_in",), (prefix + "rnn.hook_out",)
+        if rnn.num_layers == 1:
+            before = self.boundary(prefix + "hook_resid_pre", path, "in", aliases=into, batch_first=rnn.batch_first)
+            after = self.boundary(prefix + "hook_resid_post", path, "out", aliases=outof, batch_first=rnn.batch_first)
+        else:
+            before = self.interior(prefix + "hook_resid_pre", path, axes=axes, aliases=into)
+            after = self.interior(prefix + "hook_resid_post", path, axes=axes, aliases=outof)
+        return [before, *self._inner(prefix, path, rnn), after]
+
+    def _inner(self, prefix: str, path: str, rnn: nn.RNNBase) -> list[HookPoint]:
+        states = ["h", "c"] if rnn.mode == "LSTM" else ["h"]
+        points = []
+        for suffix in ("", "_reverse") if rnn.bidirectional else ("",):
+            for gate in _GATES[rnn.mode]:
+                points.append(
+                    self.interior(
+                        f"{prefix}rnn.hook_gate_{gate}{suffix}", path, axes=("batch", "pos", "d_hidden"), step=True,
+                        note="called once a step; an edit reaches this step's state and every later one",
+                    )
+                )  # fmt: skip
+            for state in reversed(states):
+                points.append(
+                    self.interior(
+                        f"{prefix}rnn.hook_{state}{suffix}", path, axes=("batch", "pos", "d_hidden"), step=True,
+                        note="called once a step with the state after it; an edit reaches every later step",
+                    )
+                )  # fmt: skip
+        return points
+
+    def tap_names(self, path: str) -> dict[str, str]:
+        names: dict[str, str] = {}
+        for layer, (owner, j) in enumerate(self.layers):
+            if owner != path:
+                continue
+            prefix = f"blocks.{layer}."
+            for point in self.all_points:
+                if point.kind == "interior" and point.name.startswith(prefix):
+                    names[f"{j}.{point.name.rsplit('.', 1)[1]}"] = point.name
+            names[f"{j}.hook_in"] = names.pop(f"{j}.hook_resid_pre", "")
+            names[f"{j}.hook_out"] = names.pop(f"{j}.hook_resid_post", "")
+        return names
+
+    def instrumented_paths(self) -> list[str]:
+        return list(dict.fromkeys(self.blocks))
+
+    def instrument(self, path: str, tap: Tap) -> contextlib.AbstractContextManager[None]:
+        rnn = self._rnn(path)
+
+        def forward(input: Any, hx: Any = None) -> Any:
+            return rnn_forward(rnn, input, hx, tap)
+
+        return swapped_forward(rnn, forward)
+
+    def absent(self, name: str) -> str | None:
+        if ".attn." in name or ".mlp." in name or name.endswith(("attn_out", "mlp_out", "resid_mid", "mixer_out")):
+            return "a recurrent layer has no attention, MLP or mixer; use hook_resid_post, rnn.hook_h or its gates"
+        if ".hook_c" in name or ".hook_gate" in name:
+            return f"this layer is a {self.cfg.extra['cell'].upper()}"
+        return None
+
+    def call(self, tokens: Tensor, mask: Tensor | None, extra: dict[str, Any]) -> Call:
+        return super().call(tokens, mask, extra)
+
+    def resid_call(self, resid: Tensor, mask: Tensor | None, extra: dict[str, Any]) -> Call:
+        if "embed" in self.parts:
+            return super().resid_call(resid, mask, extra)
+        # A model without an embedding takes features: only their shape matters, the values are skipped.
+        first = self._rnn(self.blocks[0])
+        shape = resid.shape[:2] if first.batch_first else (resid.shape[1], resid.shape[0])
+        return Call((resid.new_zeros(*shape, first.input_size),), extra, None, mask)
+
+    # -- starting and stopping at a layer, also inside a fused stack ------------------------------------
+
+    @contextlib.contextmanager
+    def stopping_at(self, layer: int) -> Iterator[None]:
+        if layer >= len(self.layers) or self.layers[layer][1] == 0:
+            with super().stopping_at(layer):
+                try:
+                    yield
+                except StopForward as stopped:
+                    path = self.layers[layer][0] if layer < len(self.layers) else ""
+                    if path and not self._rnn(path).batch_first and layer < len(self.layers):
+                        raise StopForward(stopped.resid.transpose(0, 1)) from None
+                    raise
+            return
+        path, j = self.layers[layer]
+        rnn, thread = self._rnn(path), threading.get_ident()
+        native = rnn.forward
+
+        class Stop(_Passive):
+            def __call__(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
+                if name == f"{j}.hook_in" and threading.get_ident() == thread:
+                    raise StopForward(tensor)
+                return tensor
+
+            def wants(self, name: str) -> bool:
+                return name == f"{j}.hook_in"
+
+        stop = Stop()
+
+        def forward(input: Any, hx: Any = None) -> Any:
+            if threading.get_ident() != thread:
+                return native(input, hx)
+            return rnn_forward(rnn, input, hx, _Both(getattr(native, "tap", None), stop))
+
+        with swapped_forward(rnn, forward):
+            yield
+
+    @contextlib.contextmanager
+    def starting_at(self, layer: int, resid: Tensor) -> Iterator[None]:
+        thread = threading.get_ident()
+        with contextlib.ExitStack() as stack:
+            if layer >= len(self.layers):
+                stack.enter_context(self._skipped(self.instrumented_paths(), thread))
+                path = self.after_blocks()
+                handle = self.module.get_submodule(path).register_forward_pre_hook(
+                    lambda m, args: (resid, *args[1:]) if threading.get_ident() == thread else None, prepend=True
+                )
+                stack.callback(handle.remove)
+                yield
+                return
+            path, j = self.layers[layer]
+            paths = self.instrumented_paths()
+            stack.enter_context(self._skipped(paths[: paths.index(path)], thread))
+            rnn = self._rnn(path)
+            fed = resid if rnn.batch_first else resid.transpose(0, 1)
+            if j == 0:
+                handle = rnn.register_forward_pre_hook(
+                    lambda m, args: (fed, *args[1:]) if threading.get_ident() == thread else None, prepend=True
+                )
+                stack.callback(handle.remove)
+            else:
+                native = rnn.forward
+
+                def forward(input: Any, hx: Any = None) -> Any:
+                    if threading.get_ident() != thread:
+                        return native(input, hx)
+                    return rnn_forward(rnn, fed, hx, getattr(native, "tap", None), start_layer=j)
+
+                stack.enter_context(swapped_forward(rnn, forward))
+            yield
+
+    @contextlib.contextmanager
+    def _skipped(self, paths: list[str], thread: int) -> Iterator[None]:
+        """Modules that return zeros of the right shape: what they would compute is replaced later."""
+        with contextlib.ExitStack() as stack:
+            for path in paths:
+                rnn = self._rnn(path)
+                stack.enter_context(swapped_forward(rnn, _blank(rnn, rnn.forward, thread)))
+            yield
+
+
+class _Passive:
+    """A tap that listens nowhere; the base of those that watch one point."""
+
+    def __call__(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
+        return tensor
+
+    def wants(self, name: str) -> bool:
+        return False
+
+    def edits(self, name: str) -> bool:
+        return False
+
+    def positions(self, name: str, length: int | None = None) -> list[int] | None:
+        return []
+
+
+class _Both(_Passive):
+    """The hooks' tap followed by one of our own."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        self.first, self.second = first or _Passive(), second
+
+    def __call__(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
+        return self.second(name, self.first(name, tensor, pos, length), pos, length)  # type: ignore[no-any-return]
+
+    def wants(self, name: str) -> bool:
+        return bool(self.first.wants(name) or self.second.wants(name))
+
+    def edits(self, name: str) -> bool:
+        return bool(self.first.edits(name) or self.second.edits(name))
+
+    def positions(self, name: str, length: int | None = None) -> list[int] | None:
+        first = self.first.positions(name, length)
+        return None if first is None else first
+
+
+def _width(rnn: nn.RNNBase) -> int:
+    return (rnn.proj_size or rnn.hidden_size) * (2 if rnn.bidirectional else 1)
+
+
+def _blank(rnn: nn.RNNBase, native: Any, thread: int) -> Any:
+    def forward(input: Any, hx: Any = None) -> Any:
+        if threading.get_ident() != thread:
+            return native(input, hx)
+        data = input.data if isinstance(input, PackedSequence) else input
+        zeros = data.new_zeros(*data.shape[:-1], _width(rnn))
+        if isinstance(input, PackedSequence):
+            zeros = input._replace(data=zeros)
+        batch = int(input.batch_sizes[0]) if isinstance(input, PackedSequence) else data.shape[0 if rnn.batch_first else 1]
+        layers = rnn.num_layers * (2 if rnn.bidirectional else 1)
+        h = data.new_zeros(layers, batch, rnn.proj_size or rnn.hidden_size)
+        state = (h, data.new_zeros(layers, batch, rnn.hidden_size)) if rnn.mode == "LSTM" else h
+        return zeros, state
+
+    return forward
