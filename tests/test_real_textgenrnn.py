@@ -9,7 +9,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 from real_models import fetch, textgenrnn
 
 pytestmark = pytest.mark.network
@@ -23,10 +22,6 @@ TITLES = (
     "I just finished watching the new Star Wars movie and it was awesome",
     "Scientists discover a new species of fish in the deep ocean",
     "How do I get my friends to play this game with me?",
-)
-FREQUENT = frozenset(
-    "the of and a to in is it you that he was for on are with as i his they be at one have this from or had by "
-    "my your what how who can not all me so when".split()
 )
 
 
@@ -96,5 +91,7 @@ def test_it_writes_english(module: textgenrnn.TextLSTM) -> None:
 
 
 def _frequent(titles: list[str]) -> float:
+    """Share of the words that are among the hundred most frequent ones of English."""
+    frequent = set(textgenrnn.FREQUENT.split())
     words = [word for title in titles for word in re.findall("[a-z]+", title.lower())]
-    return sum(word in FREQUENT for word in words) / len(words)
+    return sum(word in frequent for word in words) / len(words)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 from collections.abc import Iterable, Mapping
 
 import h5py
@@ -24,6 +25,14 @@ HIDDEN = 128
 WINDOW = 40  # the network predicts from the last 40 characters
 PAD = 0  # fills the window before a title starts; characters out of the vocabulary get it too
 START = "<s>"  # stands before and after a title
+
+FREQUENT = """
+    the of and a to in is it that for was on are with as his they be at this have from or had by not what all
+    were when we there can an your which their said if do will each about how up out them then she many some
+    so these would other into has more her two like him see time could no make than first been its who now
+    people my made over did down only way find use may water long little very after words called just where
+    most know
+"""
 
 
 class WindowAttention(nn.Module):
@@ -146,6 +155,39 @@ def load(gates: str = "ifco", stored_as: str = "cudnn") -> TextLSTM:
         state[f"rnns.{layer}.bias_hh_l0"] = blocks[2][1, order].reshape(-1)
     model.load_state_dict({name: torch.tensor(value) for name, value in state.items()})
     return model.eval()
+
+
+def bracketed(vocab: Mapping[str, int], n: int, marks: str, seed: int) -> tuple[Tensor, Tensor]:
+    """Windows of frequent words in random order, some of them in brackets; and whether a character is inside.
+
+    The words are drawn without regard to the brackets, so only a network that keeps the bracket in mind can
+    tell one word from another. The window is full: the start token and 39 characters, as the network knows
+    it.
+
+    Args:
+        vocab: Character ids.
+        n: Number of windows.
+        marks: The opening and the closing bracket; a quotation mark twice for a quotation.
+        seed: Of the choice of words and places.
+
+    Returns:
+        Tokens (n, 40); and 1 from the opening bracket up to before the closing one, else 0. (n, 40)
+    """
+    draw, words = random.Random(seed), FREQUENT.split()
+    tokens, inside = [], []
+    for _ in range(n):
+        title = [draw.choice(words) for _ in range(WINDOW)]
+        first = draw.randint(1, 6)
+        last = first + draw.randint(0, 5)
+        title[0] = title[0].capitalize()
+        title[first] = marks[0] + title[first]
+        title[last] = title[last] + marks[1]
+        text = " ".join(title)
+        opening = text.index(marks[0])
+        closing = text.index(marks[1], opening + 1)
+        tokens.append([vocab[START], *(vocab[c] for c in text[: WINDOW - 1])])
+        inside.append([0, *(int(opening <= i < closing) for i in range(WINDOW - 1))])
+    return torch.tensor(tokens), torch.tensor(inside)
 
 
 def untrained(vocab: Mapping[str, int], seed: int) -> TextLSTM:
