@@ -44,7 +44,8 @@ def choice(what: str, value: Any, options: list[str] | tuple[str, ...]) -> str:
         return value
     close = nearest(str(value), options)
     hint = f" Nearest: {', '.join(map(repr, close))}." if close else ""
-    raise InputError(f"unknown {what} {value!r}.{hint} Allowed: {', '.join(map(repr, options))}.")
+    shown = ", ".join(map(repr, options[:12])) + (f", … ({len(options)} in all)" if len(options) > 12 else "")
+    raise InputError(f"unknown {what} {value!r}.{hint} Allowed: {shown}.")
 
 
 def rng_from(seed: Any, *stream: str | int) -> np.random.Generator:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from probelens.errors import InputError, ShapeError
 from probelens.tasks._args import choice, integer, rng_from
@@ -119,16 +120,12 @@ class Task(ABC):
         """How many strings of this length there are, or None where that isn't known."""
         return None
 
-    def draw_pairs(
-        self, n: int, length: int, read: int, label: str, rng: np.random.Generator, **options: Any
-    ) -> Pairs:
+    def draw_pairs(self, n: int, length: int, read: int, label: str, rng: np.random.Generator) -> Pairs:
         """Clean strings, the same with one early token changed, and where: (n, length), (n, length), (n,).
 
         This default changes a token in the first half of [0, read] at random and keeps legal pairs whose
         label at ``read`` differs. Subclasses override it where such pairs are too rare.
         """
-        if options:
-            raise InputError(f"{self.name} pairs take no option {next(iter(options))!r}. Leave it out.")
         return change_one_token(self, n, length, read, label, rng)
 
     # What follows
@@ -300,7 +297,6 @@ class Task(ABC):
         *,
         label: str | None = None,
         read_pos: int | None = None,
-        **options: Any,
     ) -> PatchPairs:
         """Clean and corrupted strings that differ in one token of the first half, before where they are read.
 
@@ -310,11 +306,9 @@ class Task(ABC):
             seed: As in `sample`.
             label: Whose classes the answers are; the target when left out.
             read_pos: Where to read, BOS counted; the last position when left out.
-            options: What a task adds, such as ``kind`` for Dyck.
 
         Returns:
-            Pairs whose strings are both legal (after ``read_pos``, where a task says so, only the clean one),
-            with answers that always differ.
+            Pairs of legal strings whose answers always differ.
 
         Raises:
             InputError: An argument out of range, or no such pair exists.
@@ -325,13 +319,7 @@ class Task(ABC):
             >>> (pairs.clean != pairs.corrupted).sum(1)
             tensor([1, 1])
         """
-        n, length = integer("n", n, 1), integer("length", length, 2)
-        label = self._label(label)
-        low, high = 1 + self.bos, length - 1 + self.bos
-        read = (high if read_pos is None else integer("read_pos", read_pos, low, high)) - self.bos
-        rng = rng_from(seed, "pairs", length, read)
-        clean, corrupted, edit = self.draw_pairs(n, length, read, label, rng, **options)
-        return self._pairs(clean, corrupted, edit, np.full(n, read), label)
+        return self._make_pairs(n, length, seed, label, read_pos)
 
     def baselines(
         self, train: Batch, test: Batch | None = None, label: str | None = None, w: int = 4
@@ -380,33 +368,36 @@ class Task(ABC):
         mask = torch.ones(symbols.shape, dtype=torch.bool)
         for values in labels.values():
             mask &= values >= 0
+        labels = {name: values.masked_fill(~mask, IGNORE) for name, values in labels.items()}
         if self.bos:
-            mask = torch.nn.functional.pad(mask, (1, 0), value=False)
-            labels = {k: torch.nn.functional.pad(v, (1, 0), value=IGNORE) for k, v in labels.items()}
-        labels = {name: values.masked_fill(values < 0, IGNORE) for name, values in labels.items()}
+            mask = pad(mask, (1, 0), value=False)
+            labels = {name: pad(values, (1, 0), value=IGNORE) for name, values in labels.items()}
         groups = torch.arange(first_group, first_group + len(symbols))
         return Batch(self._tokens(symbols), labels, mask, groups)
 
-    def _pairs(
-        self, clean: np.ndarray, corrupted: np.ndarray, edit: np.ndarray, read: np.ndarray, label: str
+    def _make_pairs(
+        self, n: int, length: int, seed: int, label: str | None, read_pos: int | None, **options: Any
     ) -> PatchPairs:
-        rows = np.arange(len(clean))
-        answers = np.empty((len(clean), 2), dtype=np.int64)
-        for column, symbols in enumerate((clean, corrupted)):
-            # Labels look backward only, so cutting at the last read position changes none that is read.
-            answers[:, column] = self.annotate(symbols[:, : read.max() + 1])[label][rows, read]
+        n, length = integer("n", n, 1), integer("length", length, 2)
+        label = self._label(label)
+        low, high = 1 + self.bos, length - 1 + self.bos
+        read = (high if read_pos is None else integer("read_pos", read_pos, low, high)) - self.bos
+        rng = rng_from(seed, "pairs", length, read)
+        clean, corrupted, edit = self.draw_pairs(n, length, read, label, rng, **options)
+        # Labels look backward only, so nothing after the read position matters.
+        answers = [self.annotate(symbols[:, : read + 1])[label][:, -1] for symbols in (clean, corrupted)]
         return PatchPairs(
             self._tokens(clean),
             self._tokens(corrupted),
             torch.from_numpy(_int64(edit)) + self.bos,
-            torch.from_numpy(_int64(read)) + self.bos,
-            torch.from_numpy(answers),
+            torch.full((n,), read + self.bos),
+            torch.from_numpy(_int64(np.stack(answers, axis=1))),
             label=label,
         )
 
     def _tokens(self, symbols: np.ndarray) -> Tensor:
         tokens = torch.from_numpy(_int64(symbols))
-        return torch.nn.functional.pad(tokens, (1, 0), value=self.d_vocab - 1) if self.bos else tokens
+        return pad(tokens, (1, 0), value=self.d_vocab - 1) if self.bos else tokens
 
     def _symbols(self, tokens: Tensor) -> np.ndarray:
         symbols = tokens.cpu().numpy()
