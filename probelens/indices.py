@@ -1,4 +1,4 @@
-"""Where along the layers a variable becomes readable: profile statistics, their verdict, the reversal contrast.
+"""Where along the layers a variable becomes readable: profile statistics, verdict, reversal contrast.
 
 Everything is computed from accuracies; nothing here runs a model. The layer axis always starts
 with the embedding, ℓ = −1, and goes on with blocks 0 to n − 1.
