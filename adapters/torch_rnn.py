@@ -18,7 +18,6 @@ from probelens.adapter import Adapter, Call, ModelConfig, StopForward, swapped_f
 from probelens.adapters._hf import is_hf
 from probelens.errors import InputError
 from probelens.hooks import HookPoint, Tap
-from probelens.rnn import rnn_forward
 
 __all__ = ["TorchRNN"]
 
@@ -161,6 +160,8 @@ class TorchRNN(Adapter):
         rnn = self._rnn(path)
 
         def forward(input: Any, hx: Any = None) -> Any:
+            from probelens.rnn import rnn_forward
+
             return rnn_forward(rnn, input, hx, tap)
 
         return swapped_forward(rnn, forward)
