@@ -1,0 +1,181 @@
+"""What the recurrent kernels ask of a tap, and how they run from one edited step to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from probelens.errors import InputError
+
+__all__ = ["KernelPoint", "NullTap", "Tap", "offer", "run_between", "segments", "steps_to_offer"]
+
+
+@dataclass(frozen=True)
+class KernelPoint:
+    """What a kernel says about one of its points.
+
+    Args:
+        axes: Names of the axes of the whole tensor, "pos" among them also for a state point.
+        step: True for a state point, which is offered one step at a time when it may be edited.
+        note: What is there, and what an edit reaches.
+    """
+
+    axes: tuple[str, ...]
+    note: str
+    step: bool = False
+
+
+class Tap(Protocol):
+    """Called by a kernel at each of its points; what it returns is used from there on.
+
+    A state point is offered one step at a time, with ``pos`` set, when somebody may edit it, and as
+    the whole trajectory (batch, pos, ...) in one call, with ``pos`` None, when all that listen only
+    read.
+    """
+
+    def __call__(
+        self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None
+    ) -> Tensor:
+        """Offer a tensor; the result has the same shape."""
+        ...
+
+    def wants(self, name: str) -> bool:
+        """Whether anybody listens at the point."""
+        ...
+
+    def edits(self, name: str) -> bool:
+        """Whether anybody that listens may return something else than what was offered."""
+        ...
+
+    def positions(self, name: str, length: int | None = None) -> list[int] | None:
+        """Steps at which a state point must be offered one by one; None for every step."""
+        ...
+
+
+class NullTap:
+    """A tap that listens nowhere, so that the kernels take their fastest way.
+
+    Examples:
+        >>> NullTap().wants("hook_conv")
+        False
+    """
+
+    def __call__(
+        self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None
+    ) -> Tensor:
+        return tensor
+
+    def wants(self, name: str) -> bool:
+        return False
+
+    def edits(self, name: str) -> bool:
+        return False
+
+    def positions(self, name: str, length: int | None = None) -> list[int] | None:
+        return []
+
+
+def segments(positions: Iterable[int], length: int) -> list[tuple[int, int, bool]]:
+    """Cut a sequence after each edited position, so that a fused kernel can run every piece.
+
+    Args:
+        positions: Edited positions; negative ones count from the end, repeats count once.
+        length: Number of positions.
+
+    Returns:
+        Pieces (start, stop, edited) that cover 0 to ``length`` in order. ``edited`` says that the
+        last position of the piece, ``stop - 1``, is one of ``positions``.
+
+    Raises:
+        InputError: A position outside the sequence.
+
+    Examples:
+        >>> segments([3, -1], 8)
+        [(0, 4, True), (4, 8, True)]
+        >>> segments([3], 8)
+        [(0, 4, True), (4, 8, False)]
+        >>> segments([], 8)
+        [(0, 8, False)]
+    """
+    wanted = set()
+    for pos in positions:
+        if not -length <= pos < length:
+            raise InputError(
+                f"position {pos} asked for, but the sequence has {length} positions: "
+                f"allowed are {-length} to {length - 1}"
+            )
+        wanted.add(pos % length)
+    pieces = []
+    start = 0
+    for pos in sorted(wanted):
+        pieces.append((start, pos + 1, True))
+        start = pos + 1
+    if start < length or not pieces:
+        pieces.append((start, length, False))
+    return pieces
+
+
+def steps_to_offer(tap: Tap, names: Iterable[str], length: int, offset: int = 0) -> list[int] | None:
+    """Local steps at which a kernel has to stop for at least one of several state points.
+
+    Args:
+        tap: Who listens.
+        names: State points that are computed in one loop.
+        length: Steps of this call.
+        offset: Position of the first of them in the whole sequence.
+
+    Returns:
+        Steps 0 to ``length - 1``, sorted; None for every one of them.
+    """
+    steps: set[int] = set()
+    for name in names:
+        if not tap.wants(name):
+            continue
+        positions = tap.positions(name, offset + length)
+        if positions is None:
+            return None
+        # Positions of an earlier or later call of a chain aren't this call's business.
+        steps.update(p - offset for p in positions if offset <= p < offset + length)
+    return sorted(steps)
+
+
+def offer(tap: Tap, name: str, tensor: Tensor) -> Tensor:
+    """Call the tap with a tensor that an in-place hook may write to without harm to autograd."""
+    return tap(name, tensor.clone() if tap.edits(name) else tensor)
+
+
+def run_between(
+    steps: Iterable[int],
+    length: int,
+    state: Tensor | None,
+    run: Callable[[slice, Tensor | None], tuple[Tensor, Tensor]],
+    read: Callable[[int, Tensor], Tensor],
+    on_state: Callable[[int, Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Run a fused kernel from one edited step to the next.
+
+    Args:
+        steps: Edited steps.
+        length: Number of steps.
+        state: State before the first step.
+        run: From a range of steps and the state before it to their output (batch, pos, ...) and the
+            state after it.
+        read: The output of one step, read from the state after it. (batch, ...)
+        on_state: Called with each edited step and the state after it; gives the state to go on with.
+
+    Returns:
+        Output of all steps (batch, pos, ...) and the last state.
+    """
+    parts: list[Tensor] = []
+    for start, stop, edited in segments(steps, length):
+        y, state = run(slice(start, stop), state)
+        if edited:
+            state = on_state(stop - 1, state)
+            y = torch.cat([y[:, :-1], read(stop - 1, state)[:, None].to(y.dtype)], dim=1)
+        parts.append(y)
+    assert state is not None
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), state
