@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 CONDITIONS = {
     "target": "probe subspace",
-    "random": "random subspaces of equal rank",
-    "random_matched": "random subspaces removing equal variance",
+    "random": "random, equal rank",
+    "random_matched": "random, equal variance",
     "pca": "top principal components",
     "leace": "LEACE",
     "inlp": "INLP",
@@ -95,7 +95,7 @@ def ablation(
         >>> rows = [{"layer": 0, "condition": "target", "drop": 0.4}]
         >>> rows += [{"layer": 0, "condition": "random", "drop": d} for d in (0.0, 0.02, 0.01)]
         >>> [trace.name for trace in ablation(rows).data if trace.showlegend]
-        ['probe subspace', 'random subspaces of equal rank (range of 3 draws)']
+        ['probe subspace', 'random, equal rank (3 draws)']
     """
     who = "ablation"
     df = style.frame(data, [x, drop, condition], who).sort_values(x, kind="stable")
@@ -104,7 +104,9 @@ def ablation(
     bands = list(controls) if controls is not None else [n for n, _ in parts if n.startswith("random")]
     subspaces = [(name, part) for name, part in parts if name not in bands]
     lower = any(v is not None for _, part in subspaces for v in style.numbers(part, refit, who))
-    fig = style.panels([250, 230] if lower else [320], title=title)
+    # The lower panel has a legend of its own, which needs a line for each entry on a phone.
+    gap = 20 * (len(subspaces) + 2) + 14
+    fig = style.panels([250, 230] if lower else [320], title=title, gap=gap)
     scale, say = (100.0, "{:.1f} pp".format) if percent else (1.0, "{:.4g}".format)
     said = []
     for i, (name, part) in enumerate(subspaces):
@@ -143,7 +145,7 @@ def ablation(
     fig.add_hline(y=0, line={"color": style.GREY, "width": 1}, row=1, col=1)
     fig.update_yaxes(title_text=f"{escape(metric)} drop" + (" (pp)" if percent else ""), row=1)
     fig.update_xaxes(**style.layer_ticks(style.defined(df, x, who)))
-    fig.update_xaxes(title_text="layer ablated (residual stream after block)", row=2 if lower else 1)
+    fig.update_xaxes(title_text="ablated layer (residual after block)", row=2 if lower else 1)
     kept = [x, condition, "draw", drop, lo, hi, probe, refit, baseline]
     return style.finish(fig, "Ablation by layer. " + ". ".join(said) + ".", df, kept)
 
@@ -173,7 +175,7 @@ def _control(
     low: list[float | None]
     high: list[float | None]
     if most > 1:
-        label = f"{label} (range of {most} draws)"
+        label = f"{label} ({most} draws)"
         low, high = [min(d) for d in draws], [max(d) for d in draws]
     else:
         low, high = ([_scaled(rows, c, scale)[0] for rows in by_layer.values()] for c in (lo, hi))
@@ -215,7 +217,13 @@ def _refits(
     baseline: str,
 ) -> list[str]:
     """The lower panel: the probe before, the refitted probes, the baseline."""
-    look: dict[str, Any] = {"where": "layer", "what": "accuracy", "say": style.percent, "row": 2}
+    look: dict[str, Any] = {
+        "where": "layer",
+        "what": "accuracy",
+        "say": style.percent,
+        "row": 2,
+        "legend": "legend2",
+    }
     first = subspaces[0][1]
     layers = style.defined(first, x, "ablation")
     said = []
@@ -242,5 +250,8 @@ def _refits(
     if baseline in first:
         base = style.numbers(first, baseline, "ablation")
         said.append(style.add_line(fig, layers, base, name="baseline", color=style.GREY, dash="dash", **look))
+    top = fig.layout.yaxis2.domain[1] + 8 / fig.layout.height
+    place = {"orientation": "h", "x": 0, "xanchor": "left", "y": top, "yanchor": "bottom", "tracegroupgap": 0}
+    fig.update_layout(legend2=place)
     fig.update_yaxes(title_text="probe accuracy (%)", tickformat=".0%", range=[0, 1.03], row=2)
     return said

@@ -135,7 +135,7 @@ def length_curve(
             fig.add_vline(
                 x=train_length,
                 line={"color": style.GREY, "dash": "dot", "width": 1.5},
-                annotation={"text": "trained at", "textangle": -90, "yanchor": "top", "font": {"size": 12}},
+                annotation={"text": "training length", "y": 0, "yanchor": "bottom", "font": {"size": 12}},
                 row=row,
                 col=1,
             )
@@ -211,7 +211,9 @@ def training_curve(
                 line = {"color": style.GREY, "dash": "dash", "width": 1.5}
                 fig.add_hline(y=target, line=line, row=row, col=1)
         elif "loss" in name.lower():
+            ticks = [m * 10.0**e for e in range(-9, 4) for m in (1, 2, 5)]
             fig.update_yaxes(title_text=f"{escape(name)} (nats)", type="log", row=row)
+            fig.update_yaxes(tickmode="array", tickvals=ticks, ticktext=[f"{t:g}" for t in ticks], row=row)
         else:
             fig.update_yaxes(title_text=escape(name), row=row)
     fig.update_xaxes(title_text="training step", row=len(names))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,7 @@ def patch_heatmap(
     Examples:
         >>> fig = patch_heatmap([[0.0, 1.0]], ["blocks.0.hook_resid_pre"], [0, 1])
         >>> fig.layout.coloraxis.cmid, fig.data[0].y
-        (0, ('resid_pre 0',))
+        (0, ('0',))
     """
     import numpy as np
     import pandas as pd
@@ -83,7 +84,7 @@ def patch_heatmap(
         raise InputError(
             "patch_heatmap got no finite value: nothing was measured, or the gap was 0 everywhere."
         )
-    labels = [site_name(site) for site in sites]
+    labels, axis = _site_axis(sites)
     hover, rows = [], []
     for i, site in enumerate(sites):
         line = []
@@ -111,16 +112,19 @@ def patch_heatmap(
             coloraxis="coloraxis",
             hovertext=hover,
             hoverinfo="text",
-            xgap=1,
+            # Many columns are thin on a phone: a gap would eat them.
+            xgap=1 if len(positions) <= 24 else 0,
             ygap=1,
         )
     )
     ticks = {-1.0: "\u22121", 0.0: "0 corrupted run", 1.0: "1 clean run"}
     if over:
-        ticks |= {end: f"\u2265 {end:g}", -end: f"\u2264 \u2212{end:g}"}
+        ticks = {-end: f"\u2264 \u2212{end:g}", 0.0: ticks[0.0], 1.0: "1 clean", end: f"\u2265 {end:g}"}
+    top = 66 + (18 if marks else 0) + (30 if title else 0)
     fig.update_layout(
         template=style.template(),
-        height=150 + max(26, min(44, 420 // len(sites))) * len(sites),
+        height=top + 56 + max(26, min(44, 420 // len(sites))) * len(sites),
+        margin={"t": top, "r": 38},
         coloraxis={
             "cmid": 0,
             "cmin": -end,
@@ -129,18 +133,21 @@ def patch_heatmap(
                 "orientation": "h",
                 "x": 0,
                 "xanchor": "left",
-                "y": 1.0,
-                "yanchor": "bottom",
+                "xpad": 0,
+                "y": 1,
+                "yref": "container",
+                "yanchor": "top",
+                "ypad": 0,
                 "len": 1,
-                "ypad": 8,
-                "tickvals": sorted(ticks),
-                "ticktext": [ticks[v] for v in sorted(ticks)],
-                "title": {"text": "recovered fraction of the clean\u2013corrupted gap", "side": "top"},
+                "ticklabeloverflow": "allow",
+                "tickvals": list(ticks),
+                "ticktext": list(ticks.values()),
+                "title": {"text": "recovered fraction of the gap", "side": "top", "font": {"size": 13}},
             },
         },
     )
-    fig.update_yaxes(type="category", ticks="", showgrid=False, title_text="patched at")
-    fig.update_xaxes(title_text="position patched (token index)", showgrid=False)
+    fig.update_yaxes(type="category", ticks="", showgrid=False, title_text=escape(axis))
+    fig.update_xaxes(title_text="patched position (token index)", showgrid=False)
     if tokens is not None and len(tokens) <= 30:
         fig.update_xaxes(
             tickmode="array",
@@ -150,18 +157,13 @@ def patch_heatmap(
     for name, position in (marks or {}).items():
         fig.add_vline(x=position, line={"color": style.GREY, "dash": "dot", "width": 1.5})
         fig.add_annotation(
-            x=position,
-            y=0,
-            yref="paper",
-            yanchor="bottom",
-            text=escape(name),
-            textangle=-90,
-            showarrow=False,
-            xanchor="right",
-            font={"size": 12},
+            x=position, y=1, yref="paper", yanchor="bottom", text=escape(name), showarrow=False, font_size=12
         )
     if title:
-        fig.update_layout(title_text=escape(title), margin_t=44)
+        fig.update_layout(
+            title={"text": escape(title), "y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 4}}
+        )
+        fig.update_layout(coloraxis_colorbar_y=1 - 30 / fig.layout.height)
     best_site, best_position = divmod(int(np.nanargmax(shown)), len(positions))
     alt = (
         f"Heat map of recovery, {len(sites)} sites by {len(positions)} positions, from {finite.min():.2f} to "
@@ -191,6 +193,19 @@ def site_name(site: object) -> str:
     if len(parts) >= 3 and parts[0] == "blocks" and parts[1].isdigit():
         return f"{'.'.join(p.removeprefix('hook_') for p in parts[2:])} {parts[1]}"
     return site.removeprefix("hook_")
+
+
+def _site_axis(sites: Sequence[object]) -> tuple[list[str], str]:
+    """Labels of the rows and the axis title: layers alone where all sites are one kind of point."""
+    split = [re.fullmatch(r"blocks\.(\d+)\.(.+)", site) if isinstance(site, str) else None for site in sites]
+    kinds = {match.group(2) for match in split if match}
+    rest = [site for site, match in zip(sites, split) if not match]
+    if len(kinds) == 1 and all(site == "hook_embed" for site in rest):
+        kind = kinds.pop().replace("hook_", "")
+        return [match.group(1) if match else "embed" for match in split], f"layer ({kind})"
+    if all(isinstance(site, int) for site in sites):
+        return [style.layer_name(site) for site in sites], "layer"
+    return [site_name(site) for site in sites], "patched at"
 
 
 def _distinct(names: list[str]) -> list[str]:

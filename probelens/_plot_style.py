@@ -71,7 +71,7 @@ def template(theme: Theme = "auto") -> go.layout.Template:
         "ticklen": 4,
         "zeroline": False,
         "automargin": True,
-        "title": {"standoff": 8},
+        "title": {"standoff": 8, "font": {"size": 13}},
     }
     stops = _DIVERGING["dark" if theme == "dark" else "light"]
     return go.layout.Template(
@@ -268,6 +268,7 @@ def add_line(
     marker: str | None = None,
     dash: str = "solid",
     row: int = 1,
+    legend: str = "legend",
 ) -> str:
     """One line with its band and hover texts; returns what a screen reader says of it.
 
@@ -291,6 +292,7 @@ def add_line(
         hovertext=hover,
         hoverinfo="text",
         connectgaps=False,
+        legend=legend,
         legendgroup=name,
         showlegend=not any(trace.legendgroup == name and trace.showlegend for trace in fig.data),
         row=row,
@@ -301,12 +303,14 @@ def add_line(
     )
 
 
-def panels(heights: Sequence[int], titles: Sequence[str] = (), title: str | None = None) -> go.Figure:
-    """An empty figure of panels under each other that share their horizontal axis."""
+def panels(
+    heights: Sequence[int], titles: Sequence[str] = (), title: str | None = None, gap: int | None = None
+) -> go.Figure:
+    """An empty figure of panels under each other that share their horizontal axis; sizes in pixels."""
     from plotly.subplots import make_subplots
 
     total = sum(heights)
-    gap = 46 if any(titles) else 26
+    gap = gap or (46 if any(titles) else 26)
     fig = make_subplots(
         rows=len(heights),
         cols=1,
