@@ -120,10 +120,13 @@ def patch_heatmap(
     ticks = {-1.0: "\u22121", 0.0: "0 corrupted run", 1.0: "1 clean run"}
     if over:
         ticks = {-end: f"\u2264 \u2212{end:g}", 0.0: ticks[0.0], 1.0: "1 clean", end: f"\u2265 {end:g}"}
-    top = 66 + (18 if marks else 0) + (30 if title else 0)
+    # From the top: title, name of the scale, scale, its ticks, marks.
+    head = 28 if title else 0
+    top = head + 66 + (18 if marks else 0)
+    height = top + 56 + max(26, min(44, 420 // len(sites))) * len(sites)
     fig.update_layout(
         template=style.template(),
-        height=top + 56 + max(26, min(44, 420 // len(sites))) * len(sites),
+        height=height,
         margin={"t": top, "r": 38},
         coloraxis={
             "cmid": 0,
@@ -134,7 +137,7 @@ def patch_heatmap(
                 "x": 0,
                 "xanchor": "left",
                 "xpad": 0,
-                "y": 1,
+                "y": 1 - (head + 22) / height,
                 "yref": "container",
                 "yanchor": "top",
                 "ypad": 0,
@@ -142,9 +145,18 @@ def patch_heatmap(
                 "ticklabeloverflow": "allow",
                 "tickvals": list(ticks),
                 "ticktext": list(ticks.values()),
-                "title": {"text": "recovered fraction of the gap", "side": "top", "font": {"size": 13}},
             },
         },
+    )
+    place: dict[str, Any] = {"yref": "paper", "y": 1, "showarrow": False}
+    fig.add_annotation(
+        text="recovered fraction of the gap",
+        xref="paper",
+        x=0,
+        xanchor="left",
+        yanchor="top",
+        yshift=top - head,
+        **place,
     )
     fig.update_yaxes(type="category", ticks="", showgrid=False, title_text=escape(axis))
     fig.update_xaxes(title_text="patched position (token index)", showgrid=False)
@@ -156,14 +168,11 @@ def patch_heatmap(
         )
     for name, position in (marks or {}).items():
         fig.add_vline(x=position, line={"color": style.GREY, "dash": "dot", "width": 1.5})
-        fig.add_annotation(
-            x=position, y=1, yref="paper", yanchor="bottom", text=escape(name), showarrow=False, font_size=12
-        )
+        fig.add_annotation(text=escape(name), x=position, yanchor="bottom", font_size=12, **place)
     if title:
         fig.update_layout(
             title={"text": escape(title), "y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 4}}
         )
-        fig.update_layout(coloraxis_colorbar_y=1 - 30 / fig.layout.height)
     best_site, best_position = divmod(int(np.nanargmax(shown)), len(positions))
     alt = (
         f"Heat map of recovery, {len(sites)} sites by {len(positions)} positions, from {finite.min():.2f} to "

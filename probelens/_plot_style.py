@@ -298,9 +298,8 @@ def add_line(
         row=row,
         col=1,
     )
-    return f"{name}: {what} " + ", ".join(
-        f"{layer_name(at)} {measured(v, None, None, say)}" for at, v in zip(x, y)
-    )
+    spoken = (f"{layer_name(at)}: {measured(v, None, None, say)}" for at, v in zip(x, y))
+    return f"{name}, {what} by {where}: " + ", ".join(spoken)
 
 
 def panels(

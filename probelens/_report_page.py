@@ -206,8 +206,8 @@ table {
   min-width: 100%; overflow-wrap: normal;
 }
 caption { text-align: left; padding: .5rem .75rem; color: var(--soft) }
-td { min-width: 5rem }
-td:first-child { min-width: 7rem }
+td:not(.n) { min-width: 5rem }
+td:first-child:not(.n) { min-width: 7rem }
 th, td {
   text-align: left; padding: .4rem .75rem; border-top: 1px solid var(--line);
   vertical-align: top; max-width: 26rem;
