@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from probelens.adapter import Adapter, Call, ModelConfig, StopForward, swapped_forward
 from probelens.adapters._hf import is_hf
 from probelens.errors import InputError
 from probelens.hooks import HookPoint, Tap
+from probelens.rnn import rnn_forward
 
 __all__ = ["TorchRNN"]
 
@@ -160,10 +161,10 @@ class TorchRNN(Adapter):
         rnn = self._rnn(path)
 
         def forward(input: Any, hx: Any = None) -> Any:
-            from probelens.rnn import rnn_forward
-
             return rnn_forward(rnn, input, hx, tap)
 
+        # What starts or stops inside the stack takes the place of this forward and keeps its tap.
+        forward.tap = tap  # type: ignore[attr-defined]
         return swapped_forward(rnn, forward)
 
     def absent(self, name: str) -> str | None:
@@ -172,9 +173,6 @@ class TorchRNN(Adapter):
         if ".hook_c" in name or ".hook_gate" in name:
             return f"this layer is a {self.cfg.extra['cell'].upper()}"
         return None
-
-    def call(self, tokens: Tensor, mask: Tensor | None, extra: dict[str, Any]) -> Call:
-        return super().call(tokens, mask, extra)
 
     def resid_call(self, resid: Tensor, mask: Tensor | None, extra: dict[str, Any]) -> Call:
         if "embed" in self.parts:
@@ -188,18 +186,24 @@ class TorchRNN(Adapter):
 
     @contextlib.contextmanager
     def stopping_at(self, layer: int) -> Iterator[None]:
-        if layer >= len(self.layers) or self.layers[layer][1] == 0:
+        if layer >= len(self.layers):
             with super().stopping_at(layer):
-                try:
-                    yield
-                except StopForward as stopped:
-                    path = self.layers[layer][0] if layer < len(self.layers) else ""
-                    if path and not self._rnn(path).batch_first and layer < len(self.layers):
-                        raise StopForward(stopped.resid.transpose(0, 1)) from None
-                    raise
+                yield
             return
         path, j = self.layers[layer]
         rnn, thread = self._rnn(path), threading.get_ident()
+        if j == 0:
+
+            def stop_before(module: nn.Module, args: tuple[Any, ...]) -> None:
+                if threading.get_ident() == thread:
+                    raise StopForward(_position_first(rnn, args[0]))
+
+            handle = rnn.register_forward_pre_hook(stop_before, prepend=True)
+            try:
+                yield
+            finally:
+                handle.remove()
+            return
         native = rnn.forward
 
         class Stop(_Passive):
@@ -238,10 +242,10 @@ class TorchRNN(Adapter):
             paths = self.instrumented_paths()
             stack.enter_context(self._skipped(paths[: paths.index(path)], thread))
             rnn = self._rnn(path)
-            fed = resid if rnn.batch_first else resid.transpose(0, 1)
             if j == 0:
                 handle = rnn.register_forward_pre_hook(
-                    lambda m, args: (fed, *args[1:]) if threading.get_ident() == thread else None, prepend=True
+                    lambda m, args: (_like(rnn, args[0], resid), *args[1:]) if threading.get_ident() == thread else None,
+                    prepend=True,
                 )
                 stack.callback(handle.remove)
             else:
@@ -250,7 +254,7 @@ class TorchRNN(Adapter):
                 def forward(input: Any, hx: Any = None) -> Any:
                     if threading.get_ident() != thread:
                         return native(input, hx)
-                    return rnn_forward(rnn, fed, hx, getattr(native, "tap", None), start_layer=j)
+                    return rnn_forward(rnn, input, hx, getattr(native, "tap", None), start=(j, resid))
 
                 stack.enter_context(swapped_forward(rnn, forward))
             yield
@@ -297,8 +301,22 @@ class _Both(_Passive):
         return bool(self.first.edits(name) or self.second.edits(name))
 
     def positions(self, name: str, length: int | None = None) -> list[int] | None:
-        first = self.first.positions(name, length)
-        return None if first is None else first
+        first, second = self.first.positions(name, length), self.second.positions(name, length)
+        return None if first is None or second is None else sorted({*first, *second})
+
+
+def _position_first(rnn: nn.RNNBase, x: Tensor | PackedSequence) -> Tensor:
+    if isinstance(x, PackedSequence):
+        return pad_packed_sequence(x, batch_first=True)[0]
+    return x if rnn.batch_first else x.transpose(0, 1)
+
+
+def _like(rnn: nn.RNNBase, x: Tensor | PackedSequence, resid: Tensor) -> Tensor | PackedSequence:
+    """``resid`` (batch, pos, ...) in the layout in which the module was called."""
+    if isinstance(x, PackedSequence):
+        _, lengths = pad_packed_sequence(x, batch_first=True)
+        return pack_padded_sequence(resid, lengths, batch_first=True, enforce_sorted=False)
+    return resid if rnn.batch_first else resid.transpose(0, 1)
 
 
 def _width(rnn: nn.RNNBase) -> int:

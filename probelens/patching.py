@@ -16,6 +16,7 @@ from torch import Tensor
 from probelens.collect import collect, padding_mask
 from probelens.errors import InputError, MetricError, ShapeError
 from probelens.hooks import HookPoint
+from probelens.metrics import logit_diff
 from probelens.model import HookedModel
 from probelens.results import Result
 from probelens.sites import Sites, expand, layer_of
@@ -127,21 +128,15 @@ class PatchResult(Result):
         Returns:
             Lower and upper bounds, each (site, pos).
         """
+        from probelens.stats import ratio_of_means
+
         rows = self.kept(correct_only).nonzero().flatten()
-        generator = torch.Generator().manual_seed(seed)
-        n = len(rows)
-        # How often each example is drawn: one matrix product does every resample of every cell.
-        draws = torch.randint(n, (n_boot, n), generator=generator)
-        weights = torch.zeros(n_boot, n, dtype=torch.float64).scatter_add_(1, draws, torch.ones(n_boot, n, dtype=torch.float64))
-        clean = weights @ self.clean[rows].double()
-        corrupted = weights @ self.corrupted[rows].double()
-        patched = torch.einsum("spe,be->bsp", self.values[:, :, rows].double(), weights)
-        gap = (clean - corrupted)[:, None, None]
+        self._ratio(rows)
+        clean, corrupted = self.clean[rows].double(), self.corrupted[rows].double()
+        patched = self.values[:, :, rows].double().movedim(-1, 0)
         top = patched - corrupted[:, None, None] if self.mode == "denoise" else clean[:, None, None] - patched
-        drawn = (top / gap).nan_to_num(0.0, 0.0, 0.0)
-        tail = (1 - level) / 2
-        lo, hi = torch.quantile(drawn, torch.tensor([tail, 1 - tail], dtype=torch.float64), dim=0)
-        return lo.float(), hi.float()
+        found = ratio_of_means(top, clean - corrupted, level=level, n_draws=n_boot, seed=seed)
+        return found.low.float(), found.high.float()
 
     def to_dataframe(self, correct_only: bool = True) -> pd.DataFrame:
         """One row a cell: site, layer, pos, recovery, lo, hi, n, mode, metric, kind."""
@@ -165,8 +160,14 @@ class PatchResult(Result):
         """Heat map of recovery, layer by position."""
         from probelens import plots
 
+        # One kind of site over all layers is named by its layer alone.
+        plain = len(set(self.layers)) == len(self.layers)
         labels = [f"{layer} · {site.split('.')[-1].removeprefix('hook_')}" for layer, site in zip(self.layers, self.sites, strict=True)]
-        return plots.patch_heatmap(self.recovery(correct_only), labels, self.positions, tokens=tokens)
+        lo, hi = self.interval(correct_only=correct_only)
+        where = [int(p) if p.isdigit() else i for i, p in enumerate(self.positions)]
+        return plots.patch_heatmap(
+            self.recovery(correct_only), self.layers if plain else labels, where, tokens=tokens, lo=lo, hi=hi
+        )
 
 
 def patch(
@@ -434,9 +435,6 @@ def _metric(metric: Metric) -> Callable[..., Tensor]:
         high = int(answers.max())
         if high >= scores.shape[-1]:
             raise InputError(f"answer id {high} is outside the {scores.shape[-1]} logits of the model")
-        if metric == "prob_diff":
-            scores = scores.softmax(-1)
-        picked = scores.gather(1, answers)
-        return picked[:, 0] - picked[:, 1]
+        return logit_diff(scores.softmax(-1) if metric == "prob_diff" else scores, answers)
 
     return difference
