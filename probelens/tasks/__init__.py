@@ -9,6 +9,7 @@ from probelens.errors import InputError
 from probelens.tasks._args import choice
 from probelens.tasks.base import Task
 from probelens.tasks.baselines import baseline_predictions, baselines
+from probelens.tasks.code_depth import CodeDepth
 from probelens.tasks.counter import Counter
 from probelens.tasks.data import Batch, PatchPairs
 from probelens.tasks.dyck import Dyck
@@ -18,6 +19,7 @@ from probelens.tasks.parity import Parity
 
 __all__ = [
     "Batch",
+    "CodeDepth",
     "Counter",
     "Dyck",
     "FlipFlop",
@@ -30,7 +32,7 @@ __all__ = [
     "make",
 ]
 
-_TASKS: tuple[type[Task], ...] = (Parity, GroupWords, Dyck, Counter, FlipFlop)
+_TASKS: tuple[type[Task], ...] = (Parity, GroupWords, Dyck, Counter, FlipFlop, CodeDepth)
 
 
 def make(config: Mapping[str, Any] | str, **options: Any) -> Task:

@@ -205,11 +205,7 @@ class Task(ABC):
             {'train': 10, 'test': 6}
         """
         length = integer("length", length, 1)
-        if not isinstance(sizes, Mapping) or not sizes:
-            raise InputError(
-                f"sizes={sizes!r}; it must name the splits, such as {{'train': 800, 'test': 200}}."
-            )
-        counts = {str(name): integer(f"sizes[{name!r}]", size, 1) for name, size in sizes.items()}
+        counts = self._sizes(sizes)
         total = sum(counts.values())
         space = self.n_strings(length)
         if space is not None and total > space:
@@ -362,6 +358,13 @@ class Task(ABC):
 
     def _label(self, label: str | None) -> str:
         return self.target if label is None else choice(f"label of {self.name}", label, self.label_names)
+
+    def _sizes(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        if not isinstance(sizes, Mapping) or not sizes:
+            raise InputError(
+                f"sizes={sizes!r}; it must name the splits, such as {{'train': 800, 'test': 200}}."
+            )
+        return {str(name): integer(f"sizes[{name!r}]", size, 1) for name, size in sizes.items()}
 
     def _batch(self, symbols: np.ndarray, first_group: int = 0) -> Batch:
         labels = {name: torch.from_numpy(_int64(values)) for name, values in self.annotate(symbols).items()}
