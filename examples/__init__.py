@@ -1,1 +1,9 @@
-"""Recipes that ``probelens run NAME`` runs; each is a short linear script meant to be copied and changed."""
+"""Recipes: complete experiments that a reader can run, copy and change; installed as ``probelens.examples``.
+
+A recipe is a module with a dataclass ``Config``, a dict ``PRESETS`` of changes to it, and a function
+``run(config, progress) -> Path`` that writes a run folder.
+"""
+
+RECIPES: dict[str, str] = {
+    "quickstart": "probelens.examples.quickstart",
+}

@@ -1,0 +1,129 @@
+"""The grid: runs the cells that the store lacks, in processes of their own, and reports failures."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from probelens.errors import InputError
+from probelens.experiments.store import Row, Store, cell_key
+from probelens.progress import progress_bar
+
+__all__ = ["GridReport", "RunCell", "run_grid"]
+
+Config = Mapping[str, Any]
+RunCell = Callable[[Config, Path], "list[Row]"]
+
+
+@dataclass(frozen=True)
+class GridReport:
+    """What a grid did.
+
+    Args:
+        keys: Every cell asked for, in order.
+        ran: Cells that ran now.
+        found: Cells that were complete already.
+        failed: Cell to traceback.
+    """
+
+    keys: list[str]
+    ran: list[str] = field(default_factory=list)
+    found: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def run_grid(
+    run_cell: RunCell,
+    configs: Iterable[Config],
+    store: Store,
+    *,
+    executor: concurrent.futures.Executor | None = None,
+    workers: int | None = None,
+    threads: int = 1,
+    progress: bool = True,
+) -> GridReport:
+    """Run every cell that isn't complete yet. A cell that fails doesn't stop the others.
+
+    Args:
+        run_cell: ``run_cell(config, folder) -> rows``, importable in a fresh process. It keeps
+            checkpoints and results in ``folder``.
+        configs: One a cell; plain data.
+        store: Where rows go.
+        executor: Any ``concurrent.futures.Executor``, such as Dask's ``client.get_executor()``;
+            None for processes on this machine.
+        workers: Processes of the local executor; None for one a core. 1 runs in this process.
+        threads: torch threads of each local process.
+        progress: Show a progress bar.
+
+    Returns:
+        What ran, what was there, what failed and why.
+
+    Raises:
+        InputError: Two cells with the same config.
+        KeyboardInterrupt: Passed on; finished cells are kept, and the next run goes on.
+    """
+    planned = [(cell_key(config), dict(config)) for config in configs]
+    keys = [key for key, _ in planned]
+    if len(set(keys)) != len(keys):
+        raise InputError("two cells of the grid have the same config: give each a seed or a name of its own")
+    report = GridReport(keys, found=[key for key in keys if store.done(key)])
+    todo = [(key, config) for key, config in planned if key not in report.found]
+    if not todo:
+        return report
+    workers = min(workers or os.cpu_count() or 1, len(todo))
+    with progress_bar(len(todo), "cells", progress) as bar:
+        if executor is None and workers == 1:
+            for key, config in todo:
+                _note(report, key, *_guarded(run_cell, config, store.folder, key, None))
+                bar.update(1)
+            return report
+        owned = None
+        if executor is None:
+            # Spawned, not forked: a fork of a process that has used torch's threads can hang.
+            context = multiprocessing.get_context("spawn")
+            executor = owned = concurrent.futures.ProcessPoolExecutor(workers, mp_context=context)
+        try:
+            waiting = {
+                executor.submit(_guarded, run_cell, config, store.folder, key, threads): key for key, config in todo
+            }
+            for future in concurrent.futures.as_completed(waiting):
+                key = waiting[future]
+                error = future.exception()
+                if error is not None:
+                    _note(report, key, "".join(traceback.format_exception(error)))
+                else:
+                    _note(report, key, future.result()[0])
+                bar.update(1)
+        finally:
+            if owned is not None:
+                owned.shutdown(wait=True, cancel_futures=True)
+    return report
+
+
+def _note(report: GridReport, key: str, error: str | None) -> None:
+    if error is None:
+        report.ran.append(key)
+    else:
+        report.failed[key] = error
+
+
+def _guarded(run_cell: RunCell, config: Config, folder: Path, key: str, threads: int | None) -> tuple[str | None]:
+    """Run one cell and write its rows; the traceback if it fails."""
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    store = Store(folder)
+    try:
+        place = store.cell(key)
+        place.mkdir(parents=True, exist_ok=True)
+        store.write(key, config, run_cell(config, place))
+    except Exception:
+        return (traceback.format_exc(),)
+    return (None,)

@@ -1,0 +1,128 @@
+"""The store of a run: one folder a cell, named by a hash of its config, complete or absent.
+
+A cell's rows are written last and in one piece, so a run that was killed at any moment goes on
+where it stopped: a cell with rows is done, one without is run again and finds its checkpoints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import probelens
+from probelens.errors import InputError, StoreError
+from probelens.results import atomic_path
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Store", "cell_key"]
+
+Row = dict[str, Any]
+
+
+def cell_key(config: Mapping[str, Any], version: str | None = None) -> str:
+    """The name of a cell: a hash of its config and of the library's version.
+
+    Args:
+        config: Settings that change the result; strings, numbers, None, lists and dicts.
+        version: Version of the code; None for the installed one.
+
+    Returns:
+        16 hexadecimal digits, the same in every process and on every machine.
+
+    Raises:
+        InputError: A value that isn't data.
+
+    Examples:
+        >>> cell_key({"seed": 0, "arch": "lstm"}, "1") == cell_key({"arch": "lstm", "seed": 0}, "1")
+        True
+    """
+    try:
+        text = json.dumps([config, version or probelens.__version__], sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as err:
+        raise InputError(f"a cell's config must be plain data (strings, numbers, None, lists, dicts): {err}") from err
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Store:
+    """The folder of a run.
+
+    Args:
+        folder: Where everything goes; made when first written to.
+
+    Raises:
+        InputError: An empty path.
+        StoreError: The path is a file.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        if not os.fspath(folder):
+            raise InputError("a run needs a folder, got an empty path")
+        self.folder = Path(folder)
+        if self.folder.exists() and not self.folder.is_dir():
+            raise StoreError(f"{str(folder)!r} is a file, not a folder. Choose another run folder.")
+
+    def cell(self, key: str) -> Path:
+        """The folder of a cell, for its checkpoints and results."""
+        if not key or any(c not in "0123456789abcdef" for c in key):
+            raise InputError(f"{key!r} is not a cell's key: keys come from cell_key()")
+        return self.folder / "cells" / key
+
+    def done(self, key: str) -> bool:
+        """Whether the cell is complete."""
+        return (self.cell(key) / "rows.parquet").is_file()
+
+    def write(self, key: str, config: Mapping[str, Any], rows: Iterable[Row]) -> Path:
+        """Complete a cell: its config, then its rows, each whole or not at all.
+
+        Raises:
+            InputError: No rows.
+            StoreError: The folder can't be written.
+        """
+        import pandas as pd
+
+        rows = list(rows)
+        if not rows:
+            raise InputError("a cell without rows can't be told from one that didn't run: return at least one row")
+        folder = self.cell(key)
+        with atomic_path(folder / "config.json") as part:
+            part.write_text(json.dumps(dict(config), indent=2, sort_keys=True, allow_nan=False))
+        with atomic_path(folder / "rows.parquet") as part:
+            pd.DataFrame(rows).to_parquet(part, index=False)
+        return folder / "rows.parquet"
+
+    def rows(self, key: str) -> pd.DataFrame:
+        """The rows of one complete cell.
+
+        Raises:
+            StoreError: The cell isn't complete, or its file is damaged.
+        """
+        import pandas as pd
+
+        path = self.cell(key) / "rows.parquet"
+        if not path.is_file():
+            raise StoreError(f"cell {key} in {str(self.folder)!r} is not complete. Run the grid again.")
+        try:
+            return pd.read_parquet(path)
+        except Exception as err:
+            # pyarrow raises errors of many kinds on a damaged file.
+            raise StoreError(f"{str(path)!r} can't be read: {err}. Remove it and run the grid again.") from err
+
+    def keys(self) -> list[str]:
+        """Complete cells, sorted."""
+        cells = self.folder / "cells"
+        if not cells.is_dir():
+            return []
+        return sorted(p.name for p in cells.iterdir() if (p / "rows.parquet").is_file())
+
+    def all_rows(self, keys: Iterable[str] | None = None) -> pd.DataFrame:
+        """The rows of several complete cells under each other, with their keys in a column ``cell``."""
+        import pandas as pd
+
+        frames = [self.rows(key).assign(cell=key) for key in (self.keys() if keys is None else keys)]
+        return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
