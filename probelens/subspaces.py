@@ -1,0 +1,434 @@
+"""Subspaces from probes, means and variance, and the random ones that an ablation is compared with.
+
+All of them are read off activations of the raw space, so that removing one is an edit of the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from probelens._subspace import Subspace, orthonormal_rows
+from probelens.erasure import Eraser, LeaceFitter, flat_rows, leace, wide
+from probelens.errors import InputError, ShapeError
+from probelens.inlp import Inlp, inlp
+
+__all__ = [
+    "Eraser",
+    "Inlp",
+    "LeaceFitter",
+    "Subspace",
+    "class_means",
+    "from_probe",
+    "inlp",
+    "leace",
+    "mean_difference",
+    "moments",
+    "pca",
+    "random",
+    "random_matched",
+    "svd",
+    "top_pca",
+]
+
+_CHUNK = 8192
+
+
+def from_probe(
+    probe: Any, mean: Tensor, scale: Tensor | None = None, *, rank: int | None = None, label: str = "probe"
+) -> Subspace:
+    """The row space of a linear probe, in the space of the activations.
+
+    A probe fitted on standardised features z = (x − m)/s reads x along w/s: give ``scale=s``. With
+    one row per class only differences of rows matter to a softmax, so the row mean is removed and
+    the rank is at most classes − 1.
+
+    Args:
+        probe: Rows (class, d), one row (1, d) or (d,) for two classes, or anything with ``coef_``.
+        mean: Mean activation, around which ``project_out`` works. (d,)
+        scale: Standard deviation by which each feature was divided before the fit. (d,)
+        rank: Keep only the directions in which the rows differ most.
+        label: Name.
+
+    Returns:
+        Largest direction first.
+
+    Raises:
+        ShapeError: Rows, mean or scale that don't fit together.
+        InputError: Rows that are all equal: a probe without any direction.
+
+    Source:
+        Row mean and rank: Elazar et al. 2021, arXiv 2006.00995, section 3 (for the rows of INLP).
+
+    Examples:
+        >>> from_probe(torch.tensor([[2.0, 0.0], [0.0, 0.0]]), mean=torch.zeros(2)).basis.abs()
+        tensor([[1., 0.]], dtype=torch.float64)
+        >>> from_probe(torch.tensor([3.0, 3.0]), torch.zeros(2), scale=torch.tensor([1.0, 1e6])).rank
+        1
+    """
+    rows = wide(torch.as_tensor(getattr(probe, "coef_", probe)).detach())
+    rows = rows[None] if rows.ndim == 1 else rows
+    centre = wide(torch.as_tensor(mean))
+    if rows.ndim != 2 or centre.shape != rows.shape[1:]:
+        raise ShapeError(
+            f"a probe's rows (class, d) need a mean (d,), got {tuple(rows.shape)} and {tuple(centre.shape)}"
+        )
+    if scale is not None:
+        size = wide(torch.as_tensor(scale))
+        if size.shape != centre.shape or not bool((size > 0).all()):
+            raise ShapeError(f"scale must be {tuple(centre.shape)} and above 0, got {tuple(size.shape)}")
+        rows = rows / size
+    if len(rows) > 1:
+        rows = rows - rows.mean(0)
+    basis = orthonormal_rows(rows)
+    if not len(basis):
+        raise InputError("the rows of the probe are all equal, so they point nowhere: was it fitted?")
+    return Subspace(_cut(basis, rank), centre, label)
+
+
+def mean_difference(
+    X: Tensor, y: Tensor, mask: Tensor | None = None, *, label: str = "mean difference"
+) -> Subspace:
+    """The line between the means of two classes.
+
+    For two classes projecting it out makes the class means equal, which guards against every
+    linear probe.
+
+    Args:
+        X: Activations. (..., d)
+        y: Class ids, two different ones. (...)
+        mask: True for the rows to use. (...)
+        label: Name.
+
+    Returns:
+        Rank 1, around the mean activation.
+
+    Raises:
+        ShapeError: Labels or mask that don't fit.
+        InputError: Not two classes; see ``class_means`` for more.
+
+    Source:
+        Belrose et al. 2023, arXiv 2306.03819, section 3.
+
+    Examples:
+        >>> mean_difference(torch.tensor([[0.0, 0.0], [1.0, 1.0]]), torch.tensor([0, 1])).rank
+        1
+    """
+    found = class_means(X, y, mask, label=label)
+    _, labels = flat_rows(X, y, mask=mask)
+    count = len(labels.unique())
+    if count != 2:
+        raise InputError(f"a mean difference needs two classes, got {count}: use class_means")
+    return found
+
+
+def class_means(
+    X: Tensor, y: Tensor, mask: Tensor | None = None, *, rank: int | None = None, label: str = "class means"
+) -> Subspace:
+    """The span of the class means around the overall mean, rank at most classes − 1.
+
+    Args:
+        X: Activations. (..., d)
+        y: Class ids. (...)
+        mask: True for the rows to use. (...)
+        rank: Keep only the directions in which the means differ most, each class weighing the same.
+        label: Name.
+
+    Returns:
+        Around the mean activation.
+
+    Raises:
+        ShapeError: Labels or mask that don't fit.
+        InputError: One class, or class means that are all equal.
+
+    Examples:
+        >>> X = torch.randn(30, 5, generator=torch.Generator().manual_seed(0))
+        >>> class_means(X, torch.arange(30) % 3).rank
+        2
+    """
+    x, labels = flat_rows(X, y, mask=mask)
+    if labels.ndim != 1 or labels.is_floating_point():
+        raise InputError("class ids must be integers, one per row")
+    ids = labels.unique()
+    if len(ids) < 2:
+        raise InputError(f"class means need at least two classes, got {len(ids)}")
+    overall, _ = moments(x)
+    means = torch.stack([wide(x[(labels == c).to(x.device)]).mean(0) for c in ids]) - overall
+    basis = orthonormal_rows(means - means.mean(0))
+    if not len(basis):
+        raise InputError("all class means are equal: no direction separates them linearly")
+    return Subspace(_cut(basis, rank), overall, label)
+
+
+def pca(X: Tensor, rank: int, mask: Tensor | None = None, *, label: str = "pca") -> Subspace:
+    """The directions of largest variance.
+
+    Args:
+        X: Activations. (..., d)
+        rank: How many directions.
+        mask: True for the rows to use. (...)
+        label: Name.
+
+    Returns:
+        Largest variance first, around the mean activation.
+
+    Raises:
+        ShapeError: A mask that doesn't fit.
+        InputError: A rank that isn't between 1 and d.
+
+    Examples:
+        >>> pca(torch.tensor([[0.0, 5.0], [1.0, -5.0]]), rank=1).basis.abs().argmax()
+        tensor(1)
+    """
+    (x,) = flat_rows(X, mask=mask)
+    mean, covariance = moments(x)
+    return top_pca(rank, covariance, mean, label=label)
+
+
+def top_pca(rank: int, covariance: Tensor, mean: Tensor, *, label: str = "top pca") -> Subspace:
+    """The directions of largest variance of a known covariance: the control of equal rank that costs most.
+
+    Args:
+        rank: How many directions.
+        covariance: Σ of the activations. (d, d)
+        mean: Mean activation. (d,)
+        label: Name.
+
+    Raises:
+        ShapeError: Σ and mean that don't fit together.
+        InputError: A rank that isn't between 1 and d.
+
+    Examples:
+        >>> top_pca(1, torch.diag(torch.tensor([1.0, 3.0])), torch.zeros(2)).basis.abs()
+        tensor([[0., 1.]], dtype=torch.float64)
+    """
+    _, vectors = _eigen(covariance)
+    _check_rank(rank, len(vectors))
+    return Subspace(vectors[:, :rank].mT.contiguous(), mean, label)
+
+
+def svd(X: Tensor, rank: int, mask: Tensor | None = None, *, label: str = "svd") -> Subspace:
+    """The right singular vectors of the activations as they are, not centred.
+
+    Where activations have a large mean, that mean is the first direction. The subspace has mean
+    zero, so ``project_out`` and ``project_out_raw`` agree.
+
+    Args:
+        X: Activations. (..., d)
+        rank: How many directions.
+        mask: True for the rows to use. (...)
+        label: Name.
+
+    Raises:
+        ShapeError: A mask that doesn't fit.
+        InputError: A rank that isn't between 1 and d.
+
+    Examples:
+        >>> svd(torch.tensor([[9.0, 1.0], [9.0, -1.0]]), rank=1).basis.abs()
+        tensor([[1., 0.]], dtype=torch.float64)
+    """
+    (x,) = flat_rows(X, mask=mask)
+    mean, covariance = moments(x)
+    return top_pca(rank, covariance + torch.outer(mean, mean), torch.zeros_like(mean), label=label)
+
+
+def random(
+    rank: int, d: int, seed: int = 0, *, mean: Tensor | None = None, label: str = "random"
+) -> Subspace:
+    """A subspace drawn uniformly among all of its rank.
+
+    Args:
+        rank: How many directions.
+        d: Width of the activations.
+        seed: Seeds the draw.
+        mean: Mean activation; default: zeros. (d,)
+        label: Name.
+
+    Raises:
+        InputError: A rank that isn't between 1 and d.
+
+    Examples:
+        >>> random(2, 5, seed=1)
+        Subspace(rank=2, d=5, label='random')
+    """
+    _check_rank(rank, d)
+    gen = torch.Generator().manual_seed(seed)
+    rows = torch.linalg.qr(torch.randn(d, rank, generator=gen, dtype=torch.float64)).Q.mT
+    return Subspace(rows.contiguous(), torch.zeros(d) if mean is None else mean, label)
+
+
+def random_matched(
+    target: Subspace,
+    covariance: Tensor,
+    n: int = 20,
+    seed: int = 0,
+    *,
+    tol: float = 0.01,
+    max_overlap: float = 0.95,
+    label: str = "random matched",
+) -> list[Subspace]:
+    """Random subspaces that have the target's rank and remove the variance that the target removes.
+
+    Each draw starts from a uniform random frame G and moves it along span(Λ^{β/2} G), with Λ the
+    eigenvalues of Σ, to the β at which tr QΣQᵀ is the target's. β = 0 is the uniform draw, β = 1 a
+    draw from the activations' own distribution, and β → ±∞ ends in the directions of largest or
+    smallest variance, so every target is met; the family is the matrix angular central Gaussian one.
+
+    When the target is close to those ends, only its own neighbourhood removes as much, and a
+    matched draw is no control. That is refused, by the overlap with the target.
+
+    Args:
+        target: The subspace to match.
+        covariance: Σ of the activations. (d, d)
+        n: How many draws.
+        seed: Seeds the draws.
+        tol: Largest relative error of the variance.
+        max_overlap: Refuse when the draws' mean overlap with the target (``Subspace.overlap``) is
+            above this. Report it below: controls that share most of the target understate its effect.
+        label: Name.
+
+    Returns:
+        The draws, around the target's mean.
+
+    Raises:
+        ShapeError: Σ of another width.
+        InputError: No variance to match, nothing to vary, or draws that coincide with the target.
+
+    Source:
+        Chikuse 1990, Journal of Multivariate Analysis 33 (the distribution of the span).
+
+    Examples:
+        >>> sigma = torch.diag(torch.arange(1.0, 21.0))
+        >>> target = random(3, 20, seed=9)
+        >>> draws = random_matched(target, sigma, n=4)
+        >>> all(abs(q.variance_removed(sigma) / target.variance_removed(sigma) - 1) < 0.01 for q in draws)
+        True
+    """
+    wanted = target.variance_removed(covariance)
+    values, vectors = _eigen(covariance)
+    rank, d = target.rank, target.d
+    if rank == 0 or rank == d:
+        raise InputError(f"rank {rank} of {d}: there is only one subspace of that rank, so none is random")
+    if not wanted > 1e-12 * float(values.sum()):
+        raise InputError("the target removes no variance: its directions are constant over the activations")
+    gen = torch.Generator().manual_seed(seed)
+    frames = torch.randn(n, d, rank, generator=gen, dtype=torch.float64).to(values.device)
+    rows = [vectors @ frame for frame in _matched_frames(frames, values, wanted, tol)]
+    found = [Subspace(q.mT.contiguous(), target.mean, label) for q in rows]
+    got = [q.variance_removed(covariance) for q in found]
+    worst = max(abs(v / wanted - 1) for v in got)
+    if worst > tol:
+        raise InputError(
+            f"no random subspace of rank {rank} removes the target's variance {wanted:.4g} within {tol:.1%} "
+            f"(off by {worst:.1%}): the target is at the end of what this rank can remove, "
+            f"{float(values[-rank:].sum()):.4g} to {float(values[:rank].sum()):.4g}"
+        )
+    shared = sum(target.overlap(q) for q in found) / n
+    if shared > max_overlap:
+        raise InputError(
+            f"subspaces that remove as much variance as the target nearly coincide with it "
+            f"(overlap {shared:.3f}, allowed {max_overlap}): it holds the activations' extreme directions. "
+            "Compare with top_pca and random instead, or raise max_overlap and report it."
+        )
+    return found
+
+
+def moments(X: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Mean and covariance (divided by n), in float64.
+
+    Args:
+        X: Activations. (..., d)
+        mask: True for the rows to use. (...)
+
+    Returns:
+        (d,) and (d, d)
+
+    Raises:
+        ShapeError: A mask that doesn't fit.
+        InputError: No rows, or NaN.
+
+    Examples:
+        >>> moments(torch.tensor([[0.0, 1.0], [2.0, 1.0]]))[1]
+        tensor([[1., 0.],
+                [0., 0.]], dtype=torch.float64)
+    """
+    (x,) = flat_rows(X, mask=mask)
+    if not len(x):
+        raise InputError("no rows: the mask is False everywhere or the activations are empty")
+    parts = x.split(_CHUNK)
+    mean = sum((wide(p).sum(0) for p in parts[1:]), wide(parts[0]).sum(0)) / len(x)
+    covariance = torch.zeros(x.shape[1], x.shape[1], dtype=mean.dtype, device=mean.device)
+    for part in parts:
+        centred = wide(part) - mean
+        covariance.addmm_(centred.mT, centred)
+    if not bool(torch.isfinite(covariance).all()):
+        raise InputError("activations hold NaN or infinity: mask those rows")
+    return mean, covariance / len(x)
+
+
+def _matched_frames(frames: Tensor, values: Tensor, wanted: float, tol: float) -> Tensor:
+    """Orthonormal frames in the eigenbasis, (n, d, rank), of which each has the wanted variance."""
+    n, _, rank = frames.shape
+    log = values.clamp(min=float(values[0]) * 1e-14).log()
+    # For each sign of β the span is written as [I; Z] with I on the rows that grow fastest: then no entry
+    # ever overflows, and the limit β → ∞ is those rows themselves.
+    start = _variance(frames, values)
+    up = (start < wanted)[:, None, None]
+    ordered = torch.where(up, frames, frames.flip(1))
+    ordered_log = torch.where(up[:, 0], log, -log.flip(0))
+    ordered_values = torch.where(up[:, 0], values, values.flip(0))
+    rest = ordered[:, rank:] @ torch.linalg.inv(ordered[:, :rank])
+    gain = ordered_log[:, rank:, None] - ordered_log[:, None, :rank]  # never positive
+    eye = torch.eye(rank, dtype=frames.dtype, device=frames.device).expand(n, rank, rank)
+
+    def at(beta: Tensor) -> Tensor:
+        return torch.cat([eye, rest * (0.5 * beta[:, None, None] * gain).exp()], dim=1)
+
+    def short(beta: Tensor) -> Tensor:
+        """Whether the frames have not yet reached the wanted variance on their way to the end."""
+        variance = _variance(at(beta), ordered_values)
+        return torch.where(up[:, 0, 0], variance < wanted, variance > wanted)
+
+    low, high = torch.zeros(n).to(log), torch.ones(n).to(log)
+    for _ in range(40):
+        far = short(high)
+        if not bool(far.any()):
+            break
+        low, high = torch.where(far, high, low), torch.where(far, 2 * high, high)
+    for _ in range(60):
+        middle = (low + high) / 2
+        far = short(middle)
+        low, high = torch.where(far, middle, low), torch.where(far, high, middle)
+        if bool(((_variance(at(low), ordered_values) / wanted - 1).abs() < 0.01 * tol).all()):
+            break
+    basis = torch.linalg.qr(at(low)).Q
+    return torch.where(up, basis, basis.flip(1))
+
+
+def _variance(frames: Tensor, values: Tensor) -> Tensor:
+    """tr QΛQᵀ of the spans of frames that need not be orthonormal. (n, d, rank) -> (n,)"""
+    gram = frames.mT @ frames
+    inner = frames.mT @ (values[..., :, None] * frames)
+    return torch.linalg.solve(gram, inner).diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
+def _eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
+    sigma = wide(covariance)
+    if sigma.ndim != 2 or sigma.shape[0] != sigma.shape[1]:
+        raise ShapeError(f"covariance must be (d, d), got {tuple(sigma.shape)}")
+    values, vectors = torch.linalg.eigh((sigma + sigma.mT) / 2)
+    return values.flip(0).clamp(min=0), vectors.flip(1)
+
+
+def _cut(basis: Tensor, rank: int | None) -> Tensor:
+    if rank is None:
+        return basis
+    _check_rank(rank, len(basis))
+    return basis[:rank]
+
+
+def _check_rank(rank: int, most: int) -> None:
+    if not isinstance(rank, int) or not 1 <= rank <= most:
+        raise InputError(f"rank must be an integer from 1 to {most}, got {rank!r}")
