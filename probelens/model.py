@@ -19,6 +19,8 @@ from probelens.hooks import Direction, Entry, HookFn, HookPoint, Site, Switchboa
 if TYPE_CHECKING:
     import pandas as pd
 
+    from probelens.verify import VerifyReport
+
 __all__ = ["HookSpec", "HookedModel", "NamesFilter"]
 
 NamesFilter = str | Iterable[str] | Callable[[str], bool] | None
@@ -678,6 +680,48 @@ class HookedModel:
         paths = self.adapter.instrumented_paths() if kind == "reference" else []
         with self._board.instrumented(paths):
             yield self
+
+    def verify(
+        self, inputs: Any = None, *, tolerance: float | None = None, seed: int = 0, progress: bool = False
+    ) -> VerifyReport:
+        """Try every hook point of this very model on these inputs.
+
+        Each point must fire; an edit that returns its input must change nothing; noise must change
+        the output; another run's residual stream must bring that run's output back; and nothing may
+        be left on the module.
+
+        Args:
+            inputs: Tokens, text or features; None for random tokens.
+            tolerance: Largest relative change by an identity edit; None for 1e-5 (0.05 in half precision).
+            seed: Of the noise and of the other run's tokens.
+            progress: Show a progress bar.
+
+        Returns:
+            A report: ``report.ok``, ``report.failures()``, ``report.to_dataframe()``.
+
+        Raises:
+            InputError: No inputs for a model that doesn't take tokens.
+        """
+        from probelens.verify import verify
+
+        return verify(self, inputs, tolerance=tolerance, seed=seed, progress=progress)
+
+    def edit_weights(
+        self, edits: Mapping[str, Callable[[Tensor], Tensor]]
+    ) -> contextlib.AbstractContextManager[HookedModel]:
+        """Change parameters inside a ``with`` block; they come back bit for bit, also after an exception.
+
+        Args:
+            edits: Name to function of the weight. Names are canonical
+                (``"blocks.0.mixer.conv1d.weight"``, ``"unembed.weight"``) or the user's own.
+
+        Raises:
+            UnknownHookError: No such weight.
+            ShapeError: A function that returns another shape.
+        """
+        from probelens.weights import edited_weights
+
+        return edited_weights(self, edits)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[HookedModel]:
