@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from probelens import _plot_style as style
@@ -35,6 +36,7 @@ def ablation(
     controls: Sequence[str] | None = None,
     probe: str = "probe_accuracy",
     refit: str = "refit_accuracy",
+    refit_mlp: str = "refit_mlp_accuracy",
     baseline: str = "baseline",
     names: Mapping[str, str] | None = None,
     metric: str = "accuracy",
@@ -61,6 +63,8 @@ def ablation(
               of subspaces that aren't controls: accuracy of the probe on the untouched activations, of a new
               probe trained on the ablated ones, and of the best baseline. Fractions of 1.
 
+            * ``site``, ``verdict`` (optional): the hook point; what the refit says, for the hover text.
+
             A control has one row per layer and draw; a subspace, or a control given as an interval, has one
             per layer.
         x: Name of the layer column.
@@ -71,6 +75,7 @@ def ablation(
         controls: Conditions drawn as bands. Default: those whose name starts with "random".
         probe: Name of the column with the probe's accuracy before ablation.
         refit: Name of the column with the refitted probe's accuracy.
+        refit_mlp: Name of the column with the refitted MLP's accuracy, drawn dotted where there is one.
         baseline: Name of the column with the baseline.
         names: How to call the conditions in the legend.
         metric: What dropped, for the axis title.
@@ -100,158 +105,139 @@ def ablation(
     who = "ablation"
     df = style.frame(data, [x, drop, condition], who).sort_values(x, kind="stable")
     called = {**CONDITIONS, **(names or {})}
-    parts = style.groups(df, condition)
-    bands = list(controls) if controls is not None else [n for n, _ in parts if n.startswith("random")]
-    subspaces = [(name, part) for name, part in parts if name not in bands]
-    lower = any(v is not None for _, part in subspaces for v in style.numbers(part, refit, who))
+    parts = {name: (called.get(name, name), part) for name, part in style.groups(df, condition)}
+    bands = set(controls) if controls is not None else {name for name in parts if name.startswith("random")}
+    subspaces = [entry for name, entry in parts.items() if name not in bands]
+    for _, part in subspaces:
+        advice = "Give one model and one label, seeds averaged; controls= names the random ones."
+        style.unique(part, [x], who, advice)
+    refitted = [
+        (label, part)
+        for label, part in subspaces
+        if any(v is not None for v in style.numbers(part, refit, who))
+    ]
     # The lower panel has a legend of its own, which needs a line for each entry on a phone.
-    gap = 20 * (len(subspaces) + 2) + 14
-    fig = style.panels([250, 230] if lower else [320], title=title, gap=gap)
-    scale, say = (100.0, "{:.1f} pp".format) if percent else (1.0, "{:.4g}".format)
-    said = []
-    for i, (name, part) in enumerate(subspaces):
-        style.unique(
-            part, [x], who, "Give one model and one label, seeds averaged; controls= names the random ones."
-        )
-        value, low, high = (_scaled(part, column, scale) for column in (drop, lo, hi))
-        look: dict[str, Any] = {
-            "color": PALETTE[i % len(PALETTE)],
-            "marker": style.MARKERS[i % len(style.MARKERS)],
-        }
-        layers, label = style.defined(part, x, who), called.get(name, name)
-        said.append(
-            style.add_line(
-                fig,
-                layers,
-                value,
-                lo=low,
-                hi=high,
-                name=label,
-                where="layer",
-                what=f"{metric} drop",
-                say=say,
-                **look,
-            )
-        )
-    for i, (name, part) in enumerate(p for p in parts if p[0] in bands):
-        color = style.GREY if i == 0 else PALETTE[-i]
-        said.append(
-            _control(
-                fig, part, (x, drop, lo, hi), called.get(name, name), f"{metric} drop", color, scale, say
-            )
-        )
-    if lower:
-        said += _refits(fig, subspaces, called, x, probe, refit, baseline)
+    entries = 2 + len(refitted) * (2 if refit_mlp in df.columns else 1)
+    fig = style.panels([250, 230] if refitted else [320], title=title, gap=20 * entries + 22)
+    cost = _Cost(fig, x, (drop, lo, hi), f"{metric} drop", percent, style.layer_names(df, x, who))
+    said = [cost.subspace(label, part, i) for i, (label, part) in enumerate(subspaces)]
+    said += [cost.control(*parts[name], i) for i, name in enumerate(n for n in parts if n in bands)]
+    if refitted:
+        said += _refits(fig, refitted, x, (probe, refit, refit_mlp, baseline), cost.places)
     fig.add_hline(y=0, line={"color": style.GREY, "width": 1}, row=1, col=1)
     fig.update_yaxes(title_text=f"{escape(metric)} drop" + (" (pp)" if percent else ""), row=1)
-    fig.update_xaxes(**style.layer_ticks(style.defined(df, x, who)))
-    fig.update_xaxes(title_text="ablated layer (residual after block)", row=2 if lower else 1)
-    kept = [x, condition, "draw", drop, lo, hi, probe, refit, baseline]
+    fig.update_xaxes(**style.layer_ticks(cost.places))
+    fig.update_xaxes(title_text="ablated layer (residual after block)", row=2 if refitted else 1)
+    kept = [x, "site", condition, "draw", "rank", drop, lo, hi, probe, refit, refit_mlp, baseline, "verdict"]
     return style.finish(fig, "Ablation by layer. " + ". ".join(said) + ".", df, kept)
 
 
-def _scaled(part: pd.DataFrame, column: str, scale: float) -> list[float | None]:
-    return [None if v is None else scale * v for v in style.numbers(part, column, "ablation")]
+@dataclass(frozen=True)
+class _Cost:
+    """The upper panel: what each ablation costs."""
 
+    fig: go.Figure
+    x: str
+    columns: tuple[str, str, str]
+    what: str
+    percent: bool
+    places: Mapping[float, str]
 
-def _control(
-    fig: go.Figure,
-    part: pd.DataFrame,
-    columns: tuple[str, str, str, str],
-    label: str,
-    what: str,
-    color: str,
-    scale: float,
-    say: Callable[[float], str],
-) -> str:
-    """The mean of a control's draws, with a band over their range and a point for each."""
-    x, drop, lo, hi = columns
-    part = part[[v is not None for v in _scaled(part, drop, scale)]]
-    layers = style.defined(part, x, "ablation")
-    by_layer = {at: part[[other == at for other in layers]] for at in dict.fromkeys(layers)}
-    layers = list(by_layer)
-    draws = [[v for v in _scaled(rows, drop, scale) if v is not None] for rows in by_layer.values()]
-    most = max(map(len, draws), default=0)
-    low: list[float | None]
-    high: list[float | None]
-    if most > 1:
-        label = f"{label} ({most} draws)"
-        low, high = [min(d) for d in draws], [max(d) for d in draws]
-    else:
-        low, high = ([_scaled(rows, c, scale)[0] for rows in by_layer.values()] for c in (lo, hi))
-    said = style.add_line(
-        fig,
-        layers,
-        [sum(d) / len(d) for d in draws],
-        lo=low,
-        hi=high,
-        name=label,
-        where="layer",
-        what=f"mean {what}",
-        say=say,
-        color=color,
-        dash="dot",
-    )
-    if most > 1:
-        fig.add_scatter(
-            x=[at for at, d in zip(layers, draws) for _ in d],
-            y=[v for d in draws for v in d],
-            mode="markers",
-            marker={"color": style.rgba(color, 0.55), "size": 4},
-            hoverinfo="skip",
-            showlegend=False,
-            legendgroup=label,
-            row=1,
-            col=1,
+    def read(self, part: pd.DataFrame, column: str) -> list[float | None]:
+        """A column in percentage points, or in its own unit."""
+        values = style.numbers(part, column, "ablation")
+        return [None if v is None else 100 * v for v in values] if self.percent else values
+
+    def line(self, part: pd.DataFrame, name: str, y: Any, lo: Any, hi: Any, **look: Any) -> str:
+        say = "{:.1f} pp".format if self.percent else "{:.4g}".format
+        x = list(dict.fromkeys(style.defined(part, self.x, "ablation")))
+        return style.add_line(
+            self.fig, x, y, lo=lo, hi=hi, name=name, where="layer", say=say, places=self.places, **look
         )
-    return said
+
+    def subspace(self, label: str, part: pd.DataFrame, index: int) -> str:
+        """A line with its interval."""
+        value, lo, hi = (self.read(part, column) for column in self.columns)
+        color, marker = PALETTE[index % len(PALETTE)], style.MARKERS[index % len(style.MARKERS)]
+        return self.line(part, label, value, lo, hi, what=self.what, color=color, marker=marker)
+
+    def control(self, label: str, part: pd.DataFrame, index: int) -> str:
+        """The mean of a control's draws, with a band over their range and a point for each."""
+        drop, *bounds = self.columns
+        part = part[[v is not None for v in self.read(part, drop)]]
+        layers = style.defined(part, self.x, "ablation")
+        by_layer = [part[[other == at for other in layers]] for at in dict.fromkeys(layers)]
+        draws = [[v for v in self.read(rows, drop) if v is not None] for rows in by_layer]
+        most = max(map(len, draws), default=0)
+        lo: list[float | None] = [min(d) for d in draws]
+        hi: list[float | None] = [max(d) for d in draws]
+        if most > 1:
+            label = f"{label} ({most} draws)"
+        else:
+            lo, hi = ([self.read(rows, column)[0] for rows in by_layer] for column in bounds)
+        color = style.GREY if index == 0 else PALETTE[(3 + index) % len(PALETTE)]
+        mean = [sum(d) / len(d) for d in draws]
+        said = self.line(part, label, mean, lo, hi, what=f"mean {self.what}", color=color, dash="dot")
+        if most > 1:
+            self.fig.add_scatter(
+                x=layers,
+                y=self.read(part, drop),
+                mode="markers",
+                marker={"color": style.rgba(color, 0.55), "size": 4},
+                hoverinfo="skip",
+                showlegend=False,
+                legendgroup=label,
+                row=1,
+                col=1,
+            )
+        return said
 
 
 def _refits(
     fig: go.Figure,
-    subspaces: list[tuple[str, pd.DataFrame]],
-    called: Mapping[str, str],
+    refitted: list[tuple[str, pd.DataFrame]],
     x: str,
-    probe: str,
-    refit: str,
-    baseline: str,
+    columns: tuple[str, str, str, str],
+    places: Mapping[float, str],
 ) -> list[str]:
     """The lower panel: the probe before, the refitted probes, the baseline."""
-    look: dict[str, Any] = {
-        "where": "layer",
-        "what": "accuracy",
-        "say": style.percent,
-        "row": 2,
-        "legend": "legend2",
-    }
-    first = subspaces[0][1]
-    layers = style.defined(first, x, "ablation")
-    said = []
-    if probe in first:
-        before = style.numbers(first, probe, "ablation")
-        said.append(
-            style.add_line(
-                fig, layers, before, name="probe before ablation", color=PALETTE[2], marker="diamond", **look
-            )
-        )
-    for i, (name, part) in enumerate(subspaces):
-        after, base = (style.numbers(part, c, "ablation") for c in (refit, baseline))
-        notes = [
-            "" if v is None or b is None else f"{100 * (v - b):+.1f} pp against the baseline"
-            for v, b in zip(after, base)
-        ]
-        alone = len(subspaces) == 1
-        label = "probe refitted after ablation" if alone else f"refitted after {called.get(name, name)}"
-        color, marker = (PALETTE[3], "triangle-up") if alone else (PALETTE[i % 6], style.MARKERS[i % 6])
+
+    def line(part: pd.DataFrame, column: str, name: str, **look: Any) -> list[str]:
+        y = style.numbers(part, column, "ablation")
+        if all(v is None for v in y):
+            return []
         at = style.defined(part, x, "ablation")
-        said.append(
-            style.add_line(fig, at, after, name=label, notes=notes, color=color, marker=marker, **look)
-        )
-    if baseline in first:
-        base = style.numbers(first, baseline, "ablation")
-        said.append(style.add_line(fig, layers, base, name="baseline", color=style.GREY, dash="dash", **look))
+        return [
+            style.add_line(
+                fig, at, y, name=name, where="layer", what="accuracy", say=style.percent,
+                places=places, row=2, legend="legend2", **look,
+            )
+        ]  # fmt: skip
+
+    probe, refit, refit_mlp, baseline = columns
+    first = refitted[0][1]
+    said = line(first, probe, "probe before ablation", color=PALETTE[2], marker="diamond")
+    for i, (label, part) in enumerate(refitted):
+        alone = len(refitted) == 1
+        about = "after ablation" if alone else f"after {label}"
+        look = {"color": PALETTE[3 if alone else i % len(PALETTE)], "notes": _verdicts(part, refit, baseline)}
+        marker = "triangle-up" if alone else style.MARKERS[i % len(style.MARKERS)]
+        said += line(part, refit, f"probe refitted {about}", marker=marker, **look)
+        said += line(part, refit_mlp, f"MLP refitted {about}", dash="dot", **look)
+    said += line(first, baseline, "baseline", color=style.GREY, dash="dash")
     top = fig.layout.yaxis2.domain[1] + 8 / fig.layout.height
     place = {"orientation": "h", "x": 0, "xanchor": "left", "y": top, "yanchor": "bottom", "tracegroupgap": 0}
     fig.update_layout(legend2=place)
     fig.update_yaxes(title_text="probe accuracy (%)", tickformat=".0%", range=[0, 1.03], row=2)
     return said
+
+
+def _verdicts(part: pd.DataFrame, refit: str, baseline: str) -> list[str]:
+    """What the refit says at each layer, for the hover text."""
+    after, base = (style.numbers(part, column, "ablation") for column in (refit, baseline))
+    verdicts = part["verdict"].tolist() if "verdict" in part.columns else [None] * len(part)
+    notes = []
+    for v, b, verdict in zip(after, base, verdicts):
+        above = [] if v is None or b is None else [f"probe {100 * (v - b):+.1f} pp against the baseline"]
+        notes.append("; ".join(above + ([f"verdict: {verdict}"] if isinstance(verdict, str) else [])))
+    return notes

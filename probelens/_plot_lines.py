@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,7 @@ def layer_profile(
 
             * ``x``: the layer, an int; -1 is the embedding and is labelled "embed", l is the residual after
               block l.
+            * ``site`` (optional): the hook point; a layer whose site is the final norm is labelled "norm".
             * ``y``: the value, a fraction of 1 if ``percent``. NaN or None leaves a gap.
             * ``lo``, ``hi`` (optional): the bounds of its interval, drawn as a band.
             * one column per baseline (optional), by default any of ``majority``, ``position``, ``last_w`` and
@@ -78,8 +79,8 @@ def layer_profile(
     """
     columns = _Columns(x, y, lo, hi, color, facet, baselines)
     fig, panels = _lines(data, "layer_profile", columns, y_label, percent, title)
-    layers = {at for trace in fig.data for at in trace.x}
-    fig.update_xaxes(**style.layer_ticks(layers))
+    rows = style.frame(data, [x], "layer_profile")
+    fig.update_xaxes(**style.layer_ticks(style.layer_names(rows, x, "layer_profile")))
     fig.update_xaxes(title_text="layer (residual stream after block)", row=panels)
     return fig
 
@@ -250,6 +251,7 @@ def _lines(
     heights = [300 if len(facets) == 1 else 230] * len(facets)
     fig = style.panels(heights, [name and f"{c.facet}: {name}" for name, _ in facets], title)
     say = style.percent if percent else "{:.4g}".format
+    places = style.layer_names(df, c.x, who) if who == "layer_profile" else None
     said = []
     for row, (panel, part) in enumerate(facets, start=1):
         part = part.sort_values(c.x, kind="stable")
@@ -270,18 +272,20 @@ def _lines(
                     say=say,
                     color=PALETTE[i % len(PALETTE)],
                     marker=style.MARKERS[i % len(style.MARKERS)],
+                    places=places,
                     row=row,
                 )
             )
         for i, (column, label) in enumerate(known.items()):
             dash = style.DASHES[i % len(style.DASHES)]
-            spoken += _baseline(fig, part, who, c, column, label, order, dash, say, row)
+            look: dict[str, Any] = {"say": say, "dash": dash, "row": row, "places": places}
+            spoken += _baseline(fig, part, who, c, column, label, order, look)
         said.append((f"Panel {panel}: " if panel else "") + "; ".join(spoken) + ".")
         fig.update_yaxes(title_text=escape(y_label) + (" (%)" if percent else ""), row=row)
         if percent:
             fig.update_yaxes(tickformat=".0%", range=[0, 1.03], row=row)
     alt = f"Line chart of {y_label} by {c.x}. " + " ".join(said)
-    return style.finish(fig, alt, df, [c.facet, c.color, c.x, c.y, c.lo, c.hi, *known]), len(facets)
+    return style.finish(fig, alt, df, [c.facet, c.color, c.x, "site", c.y, c.lo, c.hi, *known]), len(facets)
 
 
 def _baseline(
@@ -292,15 +296,13 @@ def _baseline(
     column: str,
     label: str,
     order: list[str],
-    dash: str,
-    say: Callable[[float], str],
-    row: int,
+    look: dict[str, Any],
 ) -> list[str]:
     """One grey line where the baseline is one number, one line for each series where it is not."""
     levels = [v for v in style.numbers(part, column, who) if v is not None]
     if not levels:
         return []
-    look: dict[str, Any] = {"where": columns.x, "what": "baseline", "say": say, "dash": dash, "row": row}
+    look = {**look, "where": columns.x, "what": "baseline"}
     if len(set(levels)) == 1:
         x = sorted(set(style.defined(part, columns.x, who)))
         return [style.add_line(fig, x, levels[:1] * len(x), name=label, color=style.GREY, **look)]

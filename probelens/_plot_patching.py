@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from probelens import _plot_style as style
 from probelens._plot_style import escape
@@ -12,6 +12,8 @@ from probelens.errors import InputError, ShapeError
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
+
+_ENDS = {"hook_embed": "embed", "ln_final.hook_in": "norm in", "ln_final.hook_out": "norm"}
 
 
 def patch_heatmap(
@@ -22,6 +24,7 @@ def patch_heatmap(
     *,
     lo: Any = None,
     hi: Any = None,
+    mode: Literal["denoise", "noise"] = "denoise",
     marks: Mapping[str, int] | None = None,
     limit: float = 1.5,
     title: str | None = None,
@@ -31,19 +34,22 @@ def patch_heatmap(
     Args:
         values: Recovered fraction of the clean-corrupted gap; NaN where nothing was measured. (site,
             position)
-        sites: What was patched, from the bottom row up: hook point names (``"blocks.3.hook_resid_pre"`` is
-            shown as "resid_pre 3"), layers as ints (-1 is "embed"), or any names.
+        sites: What was patched, from the bottom row up: hook point names, layers as ints, or any names.
+            Names of one kind are shown by layer alone: -1 is "embed", and ``"blocks.3.hook_resid_pre"`` is
+            what stands after block 2.
         positions: Token indices of the columns. (position,)
         tokens: Text of the token at each position, when all pairs share it. (position,)
         lo: Lower bounds of intervals, for the hover text. (site, position)
         hi: Upper bounds. (site, position)
+        mode: "denoise": 0 is the corrupted run and 1 the clean run. "noise", where corrupted activations went
+            into the clean run: 0 is the clean run and 1 the corrupted run.
         marks: Named positions to mark with a dotted line, for example ``{"edited": 3, "read": 40}``.
         limit: Values beyond plus or minus this share the end colour, so that one outlier can't wash out the
             map; the hover text and the rows keep the exact value.
         title: Shown above the figure.
 
     Returns:
-        The figure: a diverging scale centred at 0, where 0 is the corrupted run and 1 the clean run.
+        The figure: a diverging scale centred at 0, with 0 and 1 named.
 
     Raises:
         ShapeError: ``values``, ``lo``, ``hi`` or ``tokens`` don't match ``sites`` and ``positions``.
@@ -55,7 +61,7 @@ def patch_heatmap(
     Examples:
         >>> fig = patch_heatmap([[0.0, 1.0]], ["blocks.0.hook_resid_pre"], [0, 1])
         >>> fig.layout.coloraxis.cmid, fig.data[0].y
-        (0, ('0',))
+        (0, ('embed',))
     """
     import numpy as np
     import pandas as pd
@@ -71,6 +77,8 @@ def patch_heatmap(
             )
         return out
 
+    if mode not in ("denoise", "noise"):
+        raise InputError(f"patch_heatmap has no mode {mode!r}. Allowed: 'denoise', 'noise'")
     if not len(sites) or not len(positions):
         raise InputError("patch_heatmap got no site or no position. Give at least one of each.")
     shown = grid(values, "values")
@@ -117,9 +125,10 @@ def patch_heatmap(
             ygap=1,
         )
     )
-    ticks = {-1.0: "\u22121", 0.0: "0 corrupted run", 1.0: "1 clean run"}
+    ends = ("corrupted", "clean") if mode == "denoise" else ("clean", "corrupted")
+    ticks = {-1.0: "\u22121", 0.0: f"0 {ends[0]} run", 1.0: f"1 {ends[1]} run"}
     if over:
-        ticks = {-end: f"\u2264 \u2212{end:g}", 0.0: ticks[0.0], 1.0: "1 clean", end: f"\u2265 {end:g}"}
+        ticks = {-end: f"\u2264 \u2212{end:g}", 0.0: ticks[0.0], 1.0: f"1 {ends[1]}", end: f"\u2265 {end:g}"}
     # From the top: title, name of the scale, scale, its ticks, marks.
     head = 28 if title else 0
     top = head + 66 + (18 if marks else 0)
@@ -150,7 +159,7 @@ def patch_heatmap(
     )
     place: dict[str, Any] = {"yref": "paper", "y": 1, "showarrow": False}
     fig.add_annotation(
-        text="recovered fraction of the gap",
+        text=f"{'recovered' if mode == 'denoise' else 'removed'} fraction of the gap",
         xref="paper",
         x=0,
         xanchor="left",
@@ -177,7 +186,7 @@ def patch_heatmap(
     alt = (
         f"Heat map of recovery, {len(sites)} sites by {len(positions)} positions, from {finite.min():.2f} to "
         f"{finite.max():.2f}; highest at {labels[best_site]}, position {positions[best_position]}. "
-        "0 is the corrupted run, 1 the clean run."
+        f"0 is the {ends[0]} run, 1 the {ends[1]} run."
     )
     df = pd.DataFrame(rows)
     return style.finish(fig, alt, df, list(df.columns))
@@ -207,13 +216,20 @@ def site_name(site: object) -> str:
 def _site_axis(sites: Sequence[object]) -> tuple[list[str], str]:
     """Labels of the rows and the axis title: layers alone where all sites are one kind of point."""
     split = [re.fullmatch(r"blocks\.(\d+)\.(.+)", site) if isinstance(site, str) else None for site in sites]
-    kinds = {match.group(2) for match in split if match}
+    kinds = {match.group(2).replace("hook_", "") for match in split if match}
     rest = [site for site, match in zip(sites, split) if not match]
-    if len(kinds) == 1 and all(site == "hook_embed" for site in rest):
-        kind = kinds.pop().replace("hook_", "")
-        return [match.group(1) if match else "embed" for match in split], f"layer ({kind})"
+    if len(kinds) == 1 and all(site in _ENDS for site in rest):
+        kind = kinds.pop()
+        # What enters block l is what stands after block l - 1.
+        shift = kind == "resid_pre"
+        labels = [
+            style.layer_name(int(match.group(1)) - shift) if match else _ENDS[str(site)]
+            for site, match in zip(sites, split)
+        ]
+        residual = kind in ("resid_pre", "resid_post")
+        return labels, "layer (residual after block)" if residual else f"block ({kind})"
     if all(isinstance(site, int) for site in sites):
-        return [style.layer_name(site) for site in sites], "layer"
+        return [style.layer_name(site) for site in sites], "layer (residual after block)"
     return [site_name(site) for site in sites], "patched at"
 
 

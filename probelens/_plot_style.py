@@ -207,13 +207,20 @@ def layer_name(layer: object) -> str:
     )
 
 
-def layer_ticks(layers: Iterable[float]) -> dict[str, Any]:
-    """Axis settings that show layer -1 as "embed" and at most about a dozen layers by number."""
-    found = sorted({int(v) if float(v).is_integer() else float(v) for v in layers})
+def layer_names(df: pd.DataFrame, column: str, caller: str) -> dict[float, str]:
+    """What to call each layer: "embed", the block's number, or "norm" where the rows' site says so."""
+    layers = defined(df, column, caller)
+    sites = df["site"].map(str).tolist() if "site" in df.columns else [""] * len(layers)
+    return {at: "norm" if site.startswith("ln_final") else layer_name(at) for at, site in zip(layers, sites)}
+
+
+def layer_ticks(names: Mapping[float, str]) -> dict[str, Any]:
+    """Axis settings that name the layers, at most about a dozen of them and always the last."""
+    found = sorted(names)
     step = max(1, math.ceil(len(found) / 13))
     last = found[-1]
     shown = [v for i, v in enumerate(found) if v == last or (i % step == 0 and last - v >= step / 2) or v < 0]
-    return {"tickmode": "array", "tickvals": shown, "ticktext": [layer_name(v) for v in shown]}
+    return {"tickmode": "array", "tickvals": shown, "ticktext": [names[v] for v in shown]}
 
 
 def add_band(
@@ -265,6 +272,7 @@ def add_line(
     lo: Sequence[float | None] | None = None,
     hi: Sequence[float | None] | None = None,
     notes: Sequence[str] | None = None,
+    places: Mapping[float, str] | None = None,
     marker: str | None = None,
     dash: str = "solid",
     row: int = 1,
@@ -272,14 +280,16 @@ def add_line(
 ) -> str:
     """One line with its band and hover texts; returns what a screen reader says of it.
 
-    ``name``, ``where`` ("layer"), ``what`` ("accuracy") and ``notes`` (one for each point) are raw text.
-    Lines of one name share a legend entry. Points without a value leave a gap.
+    ``name``, ``where`` ("layer"), ``what`` ("accuracy"), ``notes`` (one for each point) and ``places`` (what
+    to call a value of x) are raw text. Lines of one name share a legend entry. Points without a value leave
+    a gap.
     """
+    at_x = [(places or {}).get(at, f"{at:g}") for at in x]
     low, high = lo or [None] * len(x), hi or [None] * len(x)
     add_band(fig, x, low, high, color=color, group=name, row=row)
     hover = []
-    for i, at in enumerate(x):
-        text = f"<b>{escape(name)}</b><br>{escape(where)} {layer_name(at)}<br>{escape(what)} "
+    for i, place in enumerate(at_x):
+        text = f"<b>{escape(name)}</b><br>{escape(where)} {escape(place)}<br>{escape(what)} "
         text += measured(y[i], low[i], high[i], say)
         hover.append(text + (f"<br>{escape(notes[i])}" if notes and notes[i] else ""))
     fig.add_scatter(
@@ -298,7 +308,7 @@ def add_line(
         row=row,
         col=1,
     )
-    spoken = (f"{layer_name(at)}: {measured(v, None, None, say)}" for at, v in zip(x, y))
+    spoken = (f"{place}: {measured(v, None, None, say)}" for place, v in zip(at_x, y))
     return f"{name}, {what} by {where}: " + ", ".join(spoken)
 
 
