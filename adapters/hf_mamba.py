@@ -1,13 +1,15 @@
-"""Hugging Face Mamba: residual stream and mixer of every block."""
+"""Hugging Face Mamba and FalconMamba: the residual stream, and everything inside every mixer."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from torch import nn
 
+from probelens.adapters import _mamba
 from probelens.adapters._hf import HFAdapter, is_hf, join
-from probelens.hooks import HookPoint
+from probelens.hooks import HookPoint, Tap
 
 __all__ = ["HFMamba"]
 
@@ -36,12 +38,13 @@ class HFMamba(HFAdapter):
         return is_hf(module) and module.config.model_type in cls.model_types
 
     def block_points(self, layer: int, path: str) -> list[HookPoint]:
-        prefix = f"blocks.{layer}."
-        mixer = join(path, "mixer")
-        return [
-            self.boundary(prefix + "mixer.hook_in", mixer, "in", note="the normed residual"),
-            self.boundary(prefix + "mixer.hook_out", mixer, "out", aliases=(prefix + "hook_mixer_out",)),
-        ]
+        return _mamba.mixer_points(self, f"blocks.{layer}.", join(path, "mixer"))
+
+    def instrumented_paths(self) -> list[str]:
+        return [join(path, "mixer") for path in self.blocks]
+
+    def instrument(self, path: str, tap: Tap) -> contextlib.AbstractContextManager[None]:
+        return _mamba.instrumented(self.module.get_submodule(path), tap)
 
     def absent(self, name: str) -> str | None:
         if ".attn." in name or ".mlp." in name or name.endswith(("hook_attn_out", "hook_mlp_out", "hook_resid_mid")):

@@ -77,6 +77,13 @@ def mamba() -> nn.Module:
     )  # fmt: skip
 
 
+def mamba2() -> nn.Module:
+    return _hf(
+        "Mamba2ForCausalLM", "Mamba2Config", vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=LAYERS,
+        state_size=8, num_heads=4, head_dim=8, n_groups=2, chunk_size=4, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+
+
 ZOO: dict[str, Callable[[], nn.Module]] = {
     "neox": neox,
     "neox-sequential": lambda: neox(parallel=False),
@@ -84,6 +91,7 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "gemma2": gemma2,
     "mamba": mamba,
+    "mamba2": mamba2,
     "lstm": lambda: Recurrent(nn.LSTM),
     "gru": lambda: Recurrent(nn.GRU),
     "lstm-fused": lambda: Recurrent(nn.LSTM, fused=True),
@@ -92,7 +100,7 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
     "gru-bidirectional-fused": lambda: Recurrent(nn.GRU, fused=True, bidirectional=True),
 }
 TRANSFORMERS = ("neox", "neox-sequential", "gpt2", "llama", "gemma2")
-SSMS = ("mamba",)
+SSMS = ("mamba", "mamba2")
 CAUSAL = tuple(name for name in ZOO if "bidirectional" not in name)
 
 
@@ -102,8 +110,8 @@ def build(name: str, seed: int = 0, scale: float = 3.0) -> nn.Module:
         torch.manual_seed(seed)
         model = ZOO[name]()
         with torch.no_grad():
-            for p in model.parameters():
-                if p.ndim == 2 and "A_log" not in name:
+            for key, p in model.named_parameters():
+                if p.ndim == 2 and "A_log" not in key:
                     p.mul_(scale if name in TRANSFORMERS + SSMS else 1.5)
     return model.eval()
 

@@ -1,0 +1,86 @@
+"""What transformers' Mamba and Mamba-2 mixers have in common: their points, and the instrumented forward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from probelens.adapter import Adapter, swapped_forward
+from probelens.errors import InputError
+from probelens.hooks import HookPoint, Tap
+from probelens.ssm import MAMBA2_POINTS, MAMBA_POINTS, MambaState, is_mamba2, mamba2_mixer, mamba_mixer
+
+
+def mixer_points(adapter: Adapter, prefix: str, path: str) -> list[HookPoint]:
+    """The points of the mixer at ``path``: its input and output, and everything between."""
+    mixer = adapter.module.get_submodule(path)
+    out = []
+    for name, point in (MAMBA2_POINTS if is_mamba2(mixer) else MAMBA_POINTS).items():
+        full = f"{prefix}mixer.{name}"
+        if name == "hook_inner_norm" and getattr(mixer, "norm", None) is None:
+            continue
+        if name in ("hook_in", "hook_out"):
+            alias = (f"{prefix}hook_mixer_out",) if name == "hook_out" else ()
+            out.append(
+                adapter.boundary(full, path, name.removeprefix("hook_"), axes=point.axes, aliases=alias, note=point.note)
+            )
+        else:
+            out.append(adapter.interior(full, path, axes=point.axes, step=point.step, note=point.note))
+    return out
+
+
+def instrumented(mixer: nn.Module, tap: Tap) -> contextlib.AbstractContextManager[None]:
+    """Run the reference forward of a mixer, with ``tap``, while the context lasts."""
+    return swapped_forward(mixer, _forward(mixer, tap))
+
+
+def _forward(mixer: nn.Module, tap: Tap) -> Callable[..., Tensor]:
+    run = mamba2_mixer if is_mamba2(mixer) else mamba_mixer
+
+    def forward(
+        hidden_states: Tensor,
+        cache: Any = None,
+        attention_mask: Tensor | None = None,
+        cache_params: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        cache = cache if cache is not None else cache_params
+        if attention_mask is not None and attention_mask.shape[:2] != hidden_states.shape[:2]:
+            # While decoding, transformers passes the mask of everything so far to a step of one token.
+            attention_mask = None
+        if cache is None:
+            return run(mixer, hidden_states, tap, attention_mask=attention_mask)  # type: ignore[no-any-return]
+        conv, ssm = _read(cache, mixer.layer_idx)  # type: ignore[arg-type]
+        out, state = run(
+            mixer, hidden_states, tap, conv_state=conv, ssm_state=ssm, attention_mask=attention_mask, return_state=True
+        )
+        _write(cache, mixer.layer_idx, state)  # type: ignore[arg-type]
+        return out  # type: ignore[no-any-return]
+
+    return forward
+
+
+def _first(value: Any) -> Any:
+    # From transformers 5.15 on a layer of the cache holds a list of states, before that one state.
+    return value[0] if isinstance(value, list) else value
+
+
+def _read(cache: Any, layer: int) -> tuple[Tensor | None, Tensor | None]:
+    if getattr(cache, "is_recording_past", lambda i: False)(layer):
+        raise InputError("interior hooks don't work with a cache that records its past. Generate without assistance.")
+    held = cache.layers[layer]
+    if not _first(held.has_previous_state):
+        return None, None
+    return _first(held.conv_states), _first(held.recurrent_states)
+
+
+def _write(cache: Any, layer: int, state: MambaState) -> None:
+    held = cache.layers[layer]
+    if _first(held.has_previous_state):
+        _first(held.conv_states).copy_(state.conv)
+    else:
+        cache.update_conv_state(state.conv, layer, conv_kernel_size=state.conv.shape[-1])
+    cache.update_recurrent_state(state.ssm, layer)
