@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from probelens._tap import run_between
 from probelens.errors import InputError, ShapeError
@@ -60,9 +59,9 @@ def selective_scan(
     """Mamba's recurrence over a whole sequence.
 
     The fused method never holds more than about sqrt(pos) states, in forward and in backward: backward
-    starts from saved states and recomputes the ones between. It is differentiable once. The method
-    "steps" is the same recurrence in plain autograd operations, one step after the other, for second
-    derivatives and for functorch transforms; it holds every state.
+    starts from saved states and recomputes the ones between (a backward with ``create_graph`` holds all).
+    The method "steps" is the same recurrence in plain autograd operations, one step after the other, for
+    functorch transforms; it holds every state.
 
     Args:
         x: What is written, per channel. (batch, pos, d_inner)
@@ -282,7 +281,7 @@ class _FusedScan(torch.autograd.Function):
                 y[rows, now] = torch.matmul(C_[now, :, None], new).squeeze(2).transpose(0, 1)
             last[rows] = state
         if saving:
-            ctx.save_for_backward(u, dt, A, B, C, saved)
+            ctx.save_for_backward(u, dt, A, B, C, first, saved)
         ctx.plan = block, chunk, span
         ctx.keep = keep
         if not keep:
@@ -290,12 +289,15 @@ class _FusedScan(torch.autograd.Function):
         return y, last, states
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: Any, grad_y: Tensor, grad_last: Tensor, grad_states: Tensor
     ) -> tuple[Tensor | None, ...]:
-        u, dt, A, B, C, saved = ctx.saved_tensors
-        with torch.autocast(u.device.type, enabled=False):
+        *inputs, saved = ctx.saved_tensors
+        grads = (grad_y, grad_last, *((grad_states,) if ctx.keep else ()))
+        with torch.autocast(saved.device.type, enabled=False):
+            if torch.is_grad_enabled():  # create_graph=True: somebody wants second derivatives
+                return _differentiable_backward(inputs, ctx.needs_input_grad, grads)
+            u, dt, A, B, C, _ = inputs
             return _backward(ctx, u, dt, A, B, C, saved, grad_y, grad_last, grad_states if ctx.keep else None)
 
 
@@ -377,3 +379,19 @@ def _backward(
             g_first[rows] = flow
     g_A = None if sum_A is None else sum_A.sum((0, 1))
     return g_u, g_dt, g_A, g_B, g_C, g_first, None
+
+
+def _differentiable_backward(
+    inputs: list[Tensor], needed: tuple[bool, ...], grads: tuple[Tensor, ...]
+) -> tuple[Tensor | None, ...]:
+    # Aliases, since u was made from dt: the gradient of dt must not go through u here.
+    u, dt, A, B, C, state = aliases = [v.view_as(v) for v in inputs]
+    ys, states = [], []
+    for u_step, dt_step, B_step, C_step in zip(u.unbind(1), dt.unbind(1), B.unbind(1), C.unbind(1)):
+        state = torch.exp(dt_step[:, None] * A) * state + u_step[:, None] * B_step[..., None]
+        ys.append((C_step[:, None] @ state).squeeze(1))
+        states.append(state)
+    outputs = (torch.stack(ys, dim=1), state, torch.stack(states))[: len(grads)]
+    wanted = [v for v, need in zip(aliases, needed) if need]
+    found = iter(torch.autograd.grad(outputs, wanted, grads, create_graph=True))
+    return (*(next(found) if need else None for need in needed[:6]), None)
