@@ -183,8 +183,7 @@ def unique(df: pd.DataFrame, columns: Sequence[str], caller: str, advice: str) -
     """Refuse rows that would put two points on one place of one line."""
     repeated = df[df.duplicated(list(columns), keep=False)]
     if len(repeated):
-        first = {column: repeated.iloc[0][column] for column in columns}
-        where = ", ".join(f"{column}={value!s}" for column, value in first.items())
+        where = ", ".join(f"{column}={repeated[column].iloc[0]!s}" for column in columns)
         raise InputError(f"{caller} found {len(repeated)} rows that share a point ({where}). {advice}")
 
 
