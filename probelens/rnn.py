@@ -82,6 +82,7 @@ def rnn_forward(
     tap: Tap | None = None,
     *,
     offset: int = 0,
+    start: tuple[int, Tensor] | None = None,
 ) -> tuple[Any, Any]:
     """The forward of an ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN``, with a tap at every point of ``rnn_points``.
 
@@ -98,6 +99,8 @@ def rnn_forward(
         hx: Initial state as the module takes it; zero if None.
         tap: Listens and edits; None for nobody.
         offset: Position of the first step in the whole sequence, for taps.
+        start: A layer to begin at and its input (batch, pos, d_input). Layers before it don't run,
+            only the layout of ``input`` is used, and their final states stay what they were.
 
     Returns:
         What the module returns: output, and h_n or (h_n, c_n).
@@ -116,13 +119,19 @@ def rnn_forward(
     tap = tap if tap is not None else NullTap()
     native = _native(module)
     wanted = {name for name in rnn_points(module) if tap.wants(name)}
-    if not wanted:
+    if not wanted and start is None:
         return native(module, input, hx)
     m: Any = module
     run, x, state = _unpack(m, tap, wanted, input, hx, offset)
     finals: list[list[Tensor]] = [[] for _ in state]
     ways = len(suffixes(m))
     for layer in range(m.num_layers):
+        if start is not None and layer < start[0]:
+            for collected, given in zip(finals, state):
+                collected.extend(given[layer * ways : (layer + 1) * ways])
+            continue
+        if start is not None and layer == start[0]:
+            x = to_pos(start[1])
         x = to_pos(offer(tap, f"{layer}.hook_in", to_batch(x)))
         first = [tuple(s[layer * ways + way] for s in state) for way in range(ways)]
         out, last = run.layer(layer, x, first)
