@@ -241,7 +241,11 @@ def _mode(module: nn.Module) -> str:
         return "GRU"
     if isinstance(module, nn.RNNCell):
         return f"RNN_{module.nonlinearity.upper()}"
-    raise InputError(
+    raise _refusal(module)
+
+
+def _refusal(module: nn.Module) -> InputError:
+    return InputError(
         f"{type(module).__name__} isn't a recurrent module of torch. "
         "Allowed: nn.LSTM, nn.GRU, nn.RNN; nn.LSTMCell, nn.GRUCell, nn.RNNCell."
     )
@@ -252,4 +256,4 @@ def _native(module: nn.Module) -> Callable[..., Any]:
     for kind in (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell):
         if isinstance(module, kind):
             return kind.forward
-    raise InputError(f"{type(module).__name__} isn't a recurrent module of torch")
+    raise _refusal(module)
