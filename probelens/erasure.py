@@ -82,6 +82,23 @@ class Eraser(Result):
         left, right, mean = (t.to(full.device) for t in (self.left, self.right, self.mean))
         return (full - (full - mean) @ right.mT @ left.mT).to(device=x.device, dtype=x.dtype)
 
+    def variance_removed(self, covariance: Tensor) -> float:
+        """E‖x − r(x)‖² = tr L R Σ Rᵀ Lᵀ: for an orthogonal projection, the variance that it takes away.
+
+        Args:
+            covariance: Σ of the activations. (d, d)
+
+        Returns:
+            The mean squared length of the edit.
+
+        Raises:
+            ShapeError: Σ of another width.
+        """
+        if covariance.shape != (self.d, self.d):
+            raise ShapeError(f"covariance must be ({self.d}, {self.d}), got {tuple(covariance.shape)}")
+        inner = self.right @ wide(covariance).to(self.right.device) @ self.right.mT
+        return float(((self.left @ inner) * self.left).sum())
+
     def to_dataframe(self) -> pd.DataFrame:
         """One row for each erased direction, with its canonical correlation."""
         import pandas as pd

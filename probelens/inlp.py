@@ -158,8 +158,8 @@ def inlp(
             stopped = "nothing left to remove"
         else:
             removed = torch.cat([removed, found])
-            # Weights on z = (x − μ)/s that read nothing of Q x are those orthogonal to the rows of Q s.
-            shared = shared.project_out(found * rows.scale.double())
+            # Weights w on z = (x − μ)/s weigh x by w/s: they read nothing of Qx if orthogonal to Q/s.
+            shared = shared.project_out(found / rows.scale.double())
             continue
         return Inlp(
             removed,

@@ -260,11 +260,12 @@ def random(
 
 
 def random_matched(
-    target: Subspace,
+    target: Subspace | Eraser,
     covariance: Tensor,
     n: int = 20,
     seed: int = 0,
     *,
+    mean: Tensor | None = None,
     tol: float = 0.01,
     max_overlap: float = 0.95,
     label: str = "random matched",
@@ -280,17 +281,18 @@ def random_matched(
     matched draw is no control. That is refused, by the overlap with the target.
 
     Args:
-        target: The subspace to match.
+        target: The subspace to match, or an eraser, by the mean squared length of its edit.
         covariance: Σ of the activations. (d, d)
         n: How many draws.
         seed: Seeds the draws.
+        mean: Mean activation; default: the target's. (d,)
         tol: Largest relative error of the variance.
         max_overlap: Refuse when the draws' mean overlap with the target (``Subspace.overlap``) is
             above this. Report it below: controls that share most of the target understate its effect.
         label: Name.
 
     Returns:
-        The draws, around the target's mean.
+        The draws.
 
     Raises:
         ShapeError: Σ of another width.
@@ -316,7 +318,8 @@ def random_matched(
     gen = torch.Generator().manual_seed(seed)
     frames = torch.randn(n, d, rank, generator=gen, dtype=torch.float64).to(values.device)
     rows = [vectors @ frame for frame in _matched_frames(frames, values, wanted, tol)]
-    found = [Subspace(q.mT.contiguous(), target.mean, label) for q in rows]
+    centre = target.mean if mean is None else mean
+    found = [Subspace(q.mT.contiguous(), centre, label) for q in rows]
     got = [q.variance_removed(covariance) for q in found]
     worst = max(abs(v / wanted - 1) for v in got)
     if worst > tol:
@@ -325,7 +328,8 @@ def random_matched(
             f"(off by {worst:.1%}): the target is at the end of what this rank can remove, "
             f"{float(values[-rank:].sum()):.4g} to {float(values[:rank].sum()):.4g}"
         )
-    shared = sum(target.overlap(q) for q in found) / n
+    span = target.basis if isinstance(target, Subspace) else orthonormal_rows(target.left.mT)
+    shared = sum(Subspace(span, centre).overlap(q) for q in found) / n
     if shared > max_overlap:
         raise InputError(
             f"subspaces that remove as much variance as the target nearly coincide with it "

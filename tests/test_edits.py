@@ -1,0 +1,202 @@
+"""Edits: what they do to hand-written tensors, purity, positions, and their use in a hooked model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import probelens as pl
+from probelens import edits
+from probelens.errors import InputError, ShapeError
+from probelens.hooks import HookPoint
+from probelens.subspaces import Subspace, leace, random
+
+BATCH, POS, D = 4, 5, 3
+LABELS = torch.arange(BATCH * POS).view(BATCH, POS) % 2
+
+
+def acts(dtype=torch.float32, seed=0):
+    return torch.randn(BATCH, POS, D, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def point(pos=None, length=None):
+    hook = HookPoint("blocks.0.hook_resid_post", "boundary", ("batch", "pos", "d_model"), "layer")
+    return hook if pos is None else hook.at(pos, length)
+
+
+def space():
+    return random(2, D, seed=1, mean=torch.arange(D).double())
+
+
+EDITS = {
+    "zero": lambda pos=None: edits.zero(pos),
+    "mean": lambda pos=None: edits.mean(acts().mean(0), pos),
+    "resample": lambda pos=None: edits.resample(acts(seed=1), 0, pos),
+    "project": lambda pos=None: edits.project(space(), 0.5, pos),
+    "erase": lambda pos=None: edits.erase(leace(acts(), LABELS), 1.0, pos),
+    "replace": lambda pos=None: edits.replace(acts(seed=2), pos),
+    "add": lambda pos=None: edits.add(torch.ones(D), 2.0, pos),
+    "scale": lambda pos=None: edits.scale(0.5, pos),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_edits_are_pure_and_keep_shape_and_dtype(name, dtype):
+    x = acts(dtype)
+    before = x.clone()
+    first, again = EDITS[name]()(x, point()), EDITS[name]()(x, hook=point())
+    assert torch.equal(x, before)
+    assert first.dtype == dtype
+    assert first.shape == x.shape
+    assert torch.equal(first, again)
+    assert not torch.equal(first, x)
+    first.add_(1.0)  # writing into a result must reach neither the input nor the edit's own values
+    assert torch.equal(x, before)
+    assert torch.equal(EDITS[name]()(x, point()), again)
+
+
+def test_writing_into_a_result_does_not_change_the_edit():
+    value = torch.zeros(BATCH, POS, D)
+    edit = edits.replace(value)
+    edit(acts()).add_(1.0)
+    assert torch.equal(value, torch.zeros_like(value))
+
+
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize(
+    "pos",
+    [2, -2, [0, -1], slice(1, None, 2), torch.tensor([0, 1, 2, 3]), torch.rand(BATCH, POS).gt(0.5)],
+    ids=["int", "negative", "list", "slice", "per example", "mask"],
+)
+def test_positions_limit_every_edit(name, pos):
+    where = torch.zeros(BATCH, POS, dtype=torch.bool)
+    if isinstance(pos, torch.Tensor) and pos.dtype == torch.bool:
+        where = pos
+    elif isinstance(pos, torch.Tensor):
+        where[range(BATCH), pos] = True
+    else:
+        where[:, pos] = True
+    x = acts()
+    everywhere, limited = EDITS[name]()(x, point()), EDITS[name](pos)(x, point())
+    assert torch.equal(limited[where], everywhere[where])
+    assert torch.equal(limited[~where], x[~where])
+    # One step at a time, as at a state point, must come to the same.
+    steps = [EDITS[name](pos)(x[:, t], point(t, POS)) for t in range(POS)]
+    torch.testing.assert_close(torch.stack(steps, 1), limited, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_at_and_pos_are_the_same_restriction(name):
+    torch.testing.assert_close(
+        pl.at([1, -1], EDITS[name]())(acts(), hook=point()), EDITS[name]([1, -1])(acts(), hook=point())
+    )
+
+
+def test_mean_is_global_or_per_position():
+    x = acts()
+    assert torch.equal(edits.mean(x.mean(0))(x)[2], x.mean(0))
+    assert torch.equal(edits.mean(x.mean((0, 1)))(x)[1, 3], x.mean((0, 1)))
+    square = torch.arange(BATCH * BATCH * D).float().view(BATCH, BATCH, D)
+    per_position = square.mean(0)  # (pos, d) with pos equal to batch: still per position, also at a step
+    assert torch.equal(edits.mean(per_position)(square[:, 1], point(1, BATCH))[3], per_position[1])
+
+
+def test_resampling_never_takes_the_own_example_and_follows_the_seed():
+    x = acts()
+    for seed in range(20):
+        rows = edits.resample(x, seed).draw(BATCH)
+        assert sorted(rows.tolist()) == list(range(BATCH))
+        assert not bool((rows == torch.arange(BATCH)).any())
+        assert torch.equal(edits.resample(x, seed)(x), x[rows])
+    assert len({tuple(edits.resample(x, s).draw(BATCH).tolist()) for s in range(20)}) > 1
+    other = acts(seed=5)
+    assert torch.equal(edits.resample(x, 3).draw(BATCH), edits.resample(other, 3).draw(BATCH))
+    assert torch.equal(edits.resample(other, rows=torch.tensor([0, 0, 1, 1]))(x)[1], other[0])
+    assert edits.resample(acts()[:2], 0).draw(50).unique().tolist() == [0, 1]
+
+
+def test_doses_run_from_nothing_to_all():
+    x, s = acts(), space()
+    torch.testing.assert_close(edits.project(s, 0.0)(x), x)
+    torch.testing.assert_close(edits.project(s)(x), s.project_out(x))
+    torch.testing.assert_close(edits.project(s, 0.3)(x), x + 0.3 * (s.project_out(x) - x))
+    torch.testing.assert_close(edits.project(s, raw=True)(x), s.project_out_raw(x))
+    torch.testing.assert_close(edits.project(s, keep=True)(x), s.keep(x))
+    assert not torch.allclose(edits.project(s, raw=True)(x), edits.project(s)(x))
+    half = edits.erase(torch.zeros_like, 0.5)(x.half())
+    assert torch.equal(half, (x.half().float() * 0.5).half())
+
+
+def test_values_spread_over_missing_axes_only():
+    x = acts()
+    assert torch.equal(edits.replace(torch.tensor(2.0))(x), torch.full_like(x, 2.0))
+    assert torch.equal(edits.add(x[0])(x)[1], x[1] + x[0])
+    for shape in [(D + 1,), (BATCH, D), (1, POS, D), (BATCH, POS - 1, D)]:
+        with pytest.raises(ShapeError, match=r"resid_post.*gives \(4, 5, 3\)"):
+            edits.replace(torch.zeros(shape))(x, point())
+    with pytest.raises(ShapeError, match="mean"):
+        edits.mean(x)(x, point())
+    with pytest.raises(ShapeError, match="positions"):
+        edits.mean(x.mean(0))(torch.zeros(BATCH, D), point(7, 9))
+    with pytest.raises(ShapeError, match="name an example"):
+        edits.resample(x, rows=torch.tensor([0]))(x)
+    with pytest.raises(ShapeError, match="width"):
+        edits.project(Subspace(torch.eye(4)[:1], torch.zeros(4)))(x)
+
+
+@pytest.mark.parametrize(
+    ("error", "pos"),
+    [
+        (InputError, 5),
+        (InputError, [-6]),
+        (ShapeError, torch.tensor([0])),
+        (ShapeError, torch.ones(2, 2) > 0),
+    ],
+)
+def test_positions_outside_the_sequence_are_refused(error, pos):
+    with pytest.raises(error):
+        edits.zero(pos)(acts(), point())
+
+
+def test_bad_values_are_refused_when_the_edit_is_made():
+    with pytest.raises(InputError, match="NaN"):
+        edits.mean(torch.tensor([1.0, float("nan")]))
+    with pytest.raises(InputError, match="exclude"):
+        edits.project(space(), raw=True, keep=True)
+    with pytest.raises(InputError, match="example, pos"):
+        edits.resample(torch.zeros(0, 4))
+
+
+def test_gradients_pass_through_what_is_kept():
+    x = acts().requires_grad_()
+    s = space()
+    edits.project(s)(x).sum().backward()
+    torch.testing.assert_close(x.grad[0, 0], s.project_out_raw(torch.ones(D)))
+
+
+class Tower(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(7, D)
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(D, D), torch.nn.Linear(D, D)])
+        self.head = torch.nn.Linear(D, 7)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_edits_change_a_hooked_model_and_leave_it_as_it_was():
+    torch.manual_seed(0)
+    module = Tower().eval()
+    model = pl.wrap(module, blocks="blocks", embed="embed", unembed="head")
+    tokens = torch.arange(BATCH * POS).view(BATCH, POS) % 7
+    with torch.no_grad():
+        plain = model(tokens)
+        out = model.run_with_hooks(tokens, fwd_hooks=[("blocks.1.hook_resid_post", edits.zero(pos=1))])
+        torch.testing.assert_close(out[:, 1], module.head.bias.expand(BATCH, 7))
+        assert torch.equal(out[:, 0], plain[:, 0])
+        assert torch.equal(model(tokens), plain)
