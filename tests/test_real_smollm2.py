@@ -49,13 +49,18 @@ class Capitals(NamedTuple):
         put = pl.at(pos, lambda tensor, hook: self.clean[hook.name][:, pos])
         resid = self.corrupted["resid_pre", layer]
         logits = self.model.run_with_hooks(resid, [(name, put)], start_at_layer=layer)
+        return self.restored(logits)
+
+    def restored(self, logits: Tensor) -> float:
+        """Where the gap stands between that of the Italy run, 0, and that of the France run, 1."""
         return (self.gap(logits) - self.corrupted_gap) / (self.clean_gap - self.corrupted_gap)
 
 
 @pytest.fixture(scope="module")
 def capitals(model: pl.HookedModel) -> Capitals:
-    clean_logits, clean = model.run_with_cache(CLEAN)
-    corrupted_logits, corrupted = model.run_with_cache(CORRUPTED)
+    kept = ["*.hook_resid_pre", "*.hook_resid_post", "*.hook_attn_out"]
+    clean_logits, clean = model.run_with_cache(CLEAN, kept)
+    corrupted_logits, corrupted = model.run_with_cache(CORRUPTED, kept)
     paris, rome = model.to_single_token(" Paris"), model.to_single_token(" Rome")
     assert clean_logits[0, -1].argmax() == paris
     assert corrupted_logits[0, -1].argmax() == rome
@@ -194,23 +199,52 @@ def test_the_attention_of_block_23_moves_it(capitals: Capitals) -> None:
     assert max(map(abs, moved.values())) < 0.1  # 0.03
 
 
-def test_one_head_of_block_23_moves_most_of_it(capitals: Capitals) -> None:
-    name = "blocks.23.attn.hook_z"
+def test_interior_points_leave_the_logits_as_they_are(model: pl.HookedModel) -> None:
+    logits, _ = model.run_with_cache(CLEAN, "*.attn.hook_*")
+    torch.testing.assert_close(logits, model(CLEAN), atol=1e-3, rtol=0)  # 5e-5
+
+
+def test_one_head_of_block_23_looks_at_the_country_and_moves_most_of_it(capitals: Capitals) -> None:
+    model = capitals.model
+    _, clean = model.run_with_cache(CLEAN, ["blocks.23.attn.hook_z", "blocks.23.attn.hook_pattern"])
+    assert clean["blocks.23.attn.hook_pattern"][0, 4, LAST, SUBJECT] > 0.7  # 0.81
 
     def recovery(head: int) -> float:
         def put(z: Tensor, hook: pl.HookPoint) -> Tensor:
             z = z.clone()
-            z[:, LAST, head] = capitals.clean[name][:, LAST, head]
+            z[:, LAST, head] = clean[hook.name][:, LAST, head]
             return z
 
-        resid = capitals.corrupted["resid_pre", 23]
-        logits = capitals.model.run_with_hooks(resid, [(name, put)], start_at_layer=23)
-        return (capitals.gap(logits) - capitals.corrupted_gap) / (capitals.clean_gap - capitals.corrupted_gap)
+        logits = model.run_with_hooks(CORRUPTED, [("blocks.23.attn.hook_z", put)])
+        return capitals.restored(logits)
 
     by_head = [recovery(head) for head in range(9)]
     assert by_head.index(max(by_head)) == 4
     assert by_head[4] > 0.5  # 0.62
     assert sorted(by_head)[-2] < 0.2  # 0.09
+
+    def gap_without(position: int) -> float:
+        def cut(scores: Tensor, hook: pl.HookPoint) -> Tensor:
+            scores = scores.clone()
+            scores[:, 4, LAST, position] = -1e9
+            return scores
+
+        return capitals.gap(model.run_with_hooks(CLEAN, [("blocks.23.attn.hook_attn_scores", cut)]))
+
+    assert gap_without(SUBJECT) < capitals.clean_gap - 2  # 3.6 of 6.6
+    assert gap_without(SUBJECT - 1) == pytest.approx(capitals.clean_gap, abs=0.2)
+
+
+def test_it_travels_in_the_subjects_value_not_in_its_key_or_query(capitals: Capitals) -> None:
+    model = capitals.model
+    names = [f"blocks.23.attn.hook_{part}" for part in "vkq"]
+    _, clean = model.run_with_cache(CLEAN, names)
+    assert clean[names[0]].shape == (1, 8, 3, 64)  # three heads of keys and values serve nine of queries
+    put = pl.at(SUBJECT, lambda tensor, hook: clean[hook.name][:, SUBJECT])
+    value, key, query = (capitals.restored(model.run_with_hooks(CORRUPTED, [(name, put)])) for name in names)
+    assert value > 0.95  # 1.02
+    assert abs(key) < 0.1  # 0.03
+    assert abs(query) < 0.02  # 0.001
 
 
 def test_a_patch_reaches_the_text_that_the_model_writes_and_leaves_with_the_hook(capitals: Capitals) -> None:
