@@ -9,7 +9,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 from real_models import fetch, textgenrnn
+from torch import Tensor
+
+import probelens as pl
 
 pytestmark = pytest.mark.network
 
@@ -95,3 +99,98 @@ def _frequent(titles: list[str]) -> float:
     frequent = set(textgenrnn.FREQUENT.split())
     words = [word for title in titles for word in re.findall("[a-z]+", title.lower())]
     return sum(word in frequent for word in words) / len(words)
+
+
+# -- what it remembers -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(module: textgenrnn.TextLSTM) -> pl.HookedModel:
+    return pl.wrap(module)
+
+
+@pytest.fixture(scope="module")
+def open_brackets(module: textgenrnn.TextLSTM) -> pl.PatchPairs:
+    """Windows that end inside "(", and the same inside "["; asked for what closes it."""
+    tokens, inside = textgenrnn.bracketed(module.vocab, 400, "()", seed=1)
+    clean = tokens[inside[:, -1] == 1]
+    is_open = clean == module.vocab["("]
+    closing = [module.vocab[")"], module.vocab["]"]]
+    return pl.PatchPairs(
+        clean=clean,
+        corrupted=clean.masked_fill(is_open, module.vocab["["]),
+        edit_pos=is_open.int().argmax(1),
+        read_pos=torch.full((len(clean),), textgenrnn.WINDOW - 1),
+        answers=torch.tensor([closing] * len(clean)),
+    )
+
+
+def test_wrapped_logits_are_the_modules_own_bit_for_bit(
+    model: pl.HookedModel, module: textgenrnn.TextLSTM
+) -> None:
+    windows, _ = module.windows(TITLES[:2])
+    assert torch.equal(model(windows), module(windows))
+
+
+def test_every_layers_output_and_state_is_read_as_the_module_computes_it(
+    model: pl.HookedModel, module: textgenrnn.TextLSTM
+) -> None:
+    windows, _ = module.windows(TITLES[:1])
+    logits, cache = model.run_with_cache(windows)
+    torch.testing.assert_close(logits, module(windows), atol=1e-4, rtol=0)
+    level = module.embedding(windows)
+    for layer, rnn in enumerate(module.rnns):
+        torch.testing.assert_close(cache["resid_pre", layer], level, atol=1e-5, rtol=0)
+        level, (h, c) = rnn(level)
+        torch.testing.assert_close(cache["resid_post", layer], level, atol=1e-5, rtol=0)
+        torch.testing.assert_close(cache[f"blocks.{layer}.rnn.hook_h"][:, -1], h[0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(cache[f"blocks.{layer}.rnn.hook_c"][:, -1], c[0], atol=1e-4, rtol=0)
+
+
+def test_it_closes_the_bracket_that_is_open(model: pl.HookedModel, module: textgenrnn.TextLSTM) -> None:
+    tokens, inside = textgenrnn.bracketed(module.vocab, 400, "()", seed=1)
+    closes = model(tokens)[:, -1].softmax(-1)[:, module.vocab[")"]]
+    ends_inside = inside[:, -1] == 1
+    assert closes[ends_inside].mean() > 0.02  # 0.036: one character in 28
+    assert closes[~ends_inside].mean() < 0.0005  # 0.00004
+
+
+def test_the_open_bracket_is_kept_in_the_first_layers_cell_and_shown_only_when_it_is_used(
+    model: pl.HookedModel, open_brackets: pl.PatchPairs
+) -> None:
+    last = textgenrnn.WINDOW - 1
+    before = last - 3  # where every bracket is open already
+    assert int(open_brackets.edit_pos.max()) < before
+    sites = [f"blocks.{layer}.rnn.hook_{state}" for layer in (0, 1) for state in "ch"]
+    result = pl.patch(model, open_brackets, sites=sites, pos=[before, last])
+    assert int(result.correct.sum()) > 40  # of about 100: it tells "(" from "[" by what it closes
+    recovery = {site: row.tolist() for site, row in zip(result.sites, result.recovery(), strict=True)}
+    assert recovery["blocks.0.rnn.hook_c"][0] > 0.95  # 0.99
+    assert abs(recovery["blocks.0.rnn.hook_h"][0]) < 0.25  # 0.08: the output gate hides it
+    assert recovery["blocks.0.rnn.hook_h"][1] > 0.85  # 0.93
+    for state in "ch":
+        assert (
+            max(map(abs, recovery[f"blocks.1.rnn.hook_{state}"])) < 0.15
+        )  # 0.05: the second layer has no part
+
+
+def test_an_edit_of_the_cell_reaches_the_steps_after_it_and_an_edit_of_the_output_does_not(
+    model: pl.HookedModel, open_brackets: pl.PatchPairs
+) -> None:
+    tokens = open_brackets.corrupted[:4]
+    _, source = model.run_with_cache(
+        open_brackets.clean[:4], ["blocks.0.rnn.hook_c", "blocks.0.hook_resid_post"]
+    )
+    _, before = model.run_with_cache(tokens, "blocks.0.hook_resid_post")
+
+    def output_after(name: str) -> Tensor:
+        put = pl.at(36, lambda value, hook: source[name][:, hook.pos])
+        with model.hooks([(name, put)]):
+            return model.run_with_cache(tokens, "blocks.0.hook_resid_post")[1]["blocks.0.hook_resid_post"]
+
+    original = before["blocks.0.hook_resid_post"]
+    by_cell, by_output = (output_after(f"blocks.0.{name}") for name in ("rnn.hook_c", "hook_resid_post"))
+    assert torch.equal(by_output[:, 37:], original[:, 37:])
+    assert (by_cell[:, 37:] - original[:, 37:]).abs().amax((1, 2)).min() > 0.1
+    for edited in (by_cell, by_output):
+        torch.testing.assert_close(edited[:, :36], original[:, :36], atol=1e-5, rtol=0)
