@@ -47,8 +47,9 @@ def unique(draw: Draw, n: int, what: str, rng: np.random.Generator) -> np.ndarra
         if len(pool) >= n:
             # Frequent strings are found first: without shuffling the last split would hold the rare ones.
             return rng.permutation(pool[:n])
-        pool = np.concatenate([pool, draw(max(n - len(pool), 256))])
+        found = len(pool)
+        pool = np.concatenate([pool, draw(max(n - found, 256))])
     raise InputError(
-        f"only {len(pool)} of {n} different strings of {what} turned up in {ROUNDS} rounds of drawing. "
+        f"only {found} of {n} different strings of {what} turned up in {ROUNDS} rounds of drawing. "
         "Ask for fewer, or use longer strings."
     )

@@ -343,11 +343,14 @@ class CodeDepth(Task):
         return out
 
     def _comma(self, spaced: bool) -> int:
-        """Id of a comma, after a space if the bracket it replaces has one."""
-        for text in (" ,", ",") if spaced else (",",):
-            ids = self._encoder([text])[0][0]
-            if len(ids) == 1:
-                return int(ids[0])
+        """Id of a comma, with the space before it if the bracket it replaces has one."""
+        for comma in (" ,", ",") if spaced else (",",):
+            # Alone at the start of a text some tokenizers make it another token than after a word.
+            for word in ("x", "0", ")"):
+                ids, ends = self._encoder([f"{word}{comma}{word}"])[0]
+                spans = list(zip([0, *ends], ends, strict=False))
+                if (1, 1 + len(comma)) in spans:
+                    return int(ids[spans.index((1, 1 + len(comma)))])
         raise InputError("the tokenizer has no token for ',', which pairs put in place of a bracket.")
 
 

@@ -236,7 +236,7 @@ def _mask(mask: Any, like: Tensor, name: str) -> Tensor:
 def _index(index: Any, n: int, device: torch.device) -> Tensor:
     """Positions chosen by an int, slice, list, integer tensor or bool tensor, checked against n."""
     if isinstance(index, slice):
-        return torch.arange(n, device=device)[index]
+        return torch.tensor(range(n)[index], dtype=torch.long, device=device)
     try:
         at = torch.as_tensor(index, device=device)
     except (TypeError, ValueError, RuntimeError):

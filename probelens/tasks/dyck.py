@@ -167,7 +167,8 @@ class Dyck(Task):
                 f"kind={kind!r} doesn't change the label {label!r} in every pair; it changes "
                 f"{', '.join(map(repr, changed[kind]))}. Choose one of these or the other kind."
             )
-        need = 2 if kind == "type" else 3
+        # With a depth of 2 and no no-ops, an opener can be on top again only after an odd number of tokens.
+        need = 2 if kind == "type" and self.noop else 3
         if self.max_depth < need or (kind == "type" and self.k < 2):
             raise InputError(
                 f"kind={kind!r} needs max_depth of at least {need}{', k of at least 2' * (kind == 'type')}; "

@@ -56,6 +56,8 @@ class FlipFlop(Task):
 
     def __init__(self, ignore: float = 0.8, target: str = "state", bos: bool = False) -> None:
         self.ignore = probability("ignore", ignore)
+        if not self.ignore:
+            raise InputError("ignore=0.0 leaves nothing to remember through; it must be above 0 and below 1.")
         classes = {"state": ("0", "1"), "recall": ("0", "1", "none")}
         super().__init__("flip_flop", ("0", "1", "w", "r", "i"), classes, target=target, bos=bos)
 
@@ -87,12 +89,9 @@ class FlipFlop(Task):
         return ~np.any(self._broken(symbols), axis=1)
 
     def n_strings(self, length: int) -> int:
-        # w0 or w1 first; then pairs of w0, w1, i0, i1 and a read, whose bit is decided.
-        kinds = 3 if self.ignore else 2
+        # w0 or w1 first; then w0, w1, i0, i1 or a read, whose bit is decided; then perhaps a lone w, r or i.
         pairs, dangling = divmod(length, 2)
-        if pairs == 0:
-            return 1
-        return 2 * (2 * (kinds - 1) + 1) ** (pairs - 1) * (kinds if dangling else 1)
+        return 2 * 5 ** (pairs - 1) * (3 if dangling else 1) if pairs else 1
 
     def pairs(
         self,

@@ -1,0 +1,149 @@
+"""Batch and PatchPairs: checked when made, sliced by sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from probelens.errors import InputError, ShapeError
+from probelens.tasks import Batch, PatchPairs
+
+
+def batch() -> Batch:
+    tokens = torch.arange(12).reshape(4, 3)
+    mask = torch.tensor([[False, True, True]]).expand(4, 3)
+    return Batch(tokens, {"y": tokens % 2, "z": tokens % 3}, mask, torch.tensor([7, 7, 8, 9]))
+
+
+def pair_parts(n: int = 3, length: int = 4) -> dict[str, torch.Tensor]:
+    clean = torch.zeros(n, length, dtype=torch.long)
+    corrupted = clean.clone()
+    corrupted[:, 1] = 1
+    return {
+        "clean": clean,
+        "corrupted": corrupted,
+        "edit_pos": torch.full((n,), 1),
+        "read_pos": torch.full((n,), length - 1),
+        "answers": torch.tensor([[0, 1]]).repeat(n, 1),
+    }
+
+
+@pytest.mark.parametrize(
+    ("index", "rows"),
+    [
+        (2, [2]),
+        (-1, [3]),
+        (slice(1, 3), [1, 2]),
+        (slice(None, None, -1), [3, 2, 1, 0]),
+        ([3, 0, 0], [3, 0, 0]),
+        (torch.tensor([1, -1]), [1, 3]),
+        (torch.tensor([True, False, False, True]), [0, 3]),
+        ([], []),
+    ],
+)
+def test_indexing_takes_whole_sequences_with_all_their_parts(index: object, rows: list[int]) -> None:
+    whole = batch()
+    part = whole[index]  # type: ignore[index]
+    assert part.tokens.tolist() == [whole.tokens[r].tolist() for r in rows]
+    assert part.labels["z"].tolist() == [whole.labels["z"][r].tolist() for r in rows]
+    assert part.mask.tolist() == [whole.mask[r].tolist() for r in rows]
+    assert part.groups.tolist() == [whole.groups[r].item() for r in rows]
+    assert len(part) == len(rows)
+
+
+def test_a_batch_can_be_iterated_and_an_index_beyond_the_end_is_an_error() -> None:
+    assert [part.tokens[0, 0].item() for part in batch()] == [0, 3, 6, 9]  # type: ignore[attr-defined]
+    with pytest.raises(IndexError, match="4 sequences"):
+        batch()[4]
+    with pytest.raises(InputError, match="list of integers"):
+        batch()[torch.tensor([0.5])]
+    with pytest.raises(ShapeError, match="bool index"):
+        batch()[torch.tensor([True, False])]
+
+
+def test_mask_and_groups_default_to_everything_and_to_one_group_a_sequence() -> None:
+    made = Batch(torch.zeros(3, 2, dtype=torch.long))
+    assert made.mask.all()
+    assert made.groups.tolist() == [0, 1, 2]
+    assert made.labels == {}
+
+
+def test_to_moves_every_tensor() -> None:
+    moved = batch().to(torch.device("cpu"))
+    assert {t.device.type for t in (moved.tokens, moved.mask, moved.groups, *moved.labels.values())} == {
+        "cpu"
+    }
+    assert moved.tokens.equal(batch().tokens)
+
+
+def test_other_integer_types_become_int64() -> None:
+    made = Batch(torch.zeros(2, 2, dtype=torch.int32), {"y": torch.ones(2, 2, dtype=torch.uint8)})
+    assert made.tokens.dtype == made.labels["y"].dtype == torch.int64
+
+
+def test_a_negative_label_is_fine_exactly_where_the_mask_is_false() -> None:
+    tokens, labels = torch.zeros(1, 2, dtype=torch.long), {"y": torch.tensor([[-100, 0]])}
+    assert Batch(tokens, labels, torch.tensor([[False, True]])).labels["y"][0, 0] == -100
+    with pytest.raises(InputError, match="negative class ids where the mask is True"):
+        Batch(tokens, labels)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"tokens": torch.zeros(3, dtype=torch.long)}, ShapeError, r"tokens\[None\]"),
+        ({"tokens": torch.zeros(3, 0, dtype=torch.long)}, ShapeError, "at least one position"),
+        ({"tokens": torch.zeros(3, 2)}, InputError, r"float32.*\.long\(\)"),
+        ({"tokens": [[1, 2]]}, InputError, "list.*torch.as_tensor"),
+        ({"tokens": torch.tensor([[0, -1]])}, InputError, "negative id -1"),
+        ({"labels": {"y": torch.zeros(4, 2, dtype=torch.long)}}, ShapeError, r"\(4, 2\).*\(4, 3\)"),
+        ({"labels": {"y": torch.zeros(4, 3)}}, InputError, "float32"),
+        ({"labels": torch.zeros(4, 3, dtype=torch.long)}, InputError, "dict of label name"),
+        ({"mask": torch.ones(4, 3)}, InputError, r"mask\.bool\(\)"),
+        ({"mask": torch.ones(4, 2, dtype=torch.bool)}, ShapeError, r"\(4, 2\).*\(4, 3\)"),
+        ({"groups": torch.zeros(3, dtype=torch.long)}, ShapeError, "one id per sequence"),
+    ],
+)
+def test_a_batch_that_does_not_fit_together_is_refused(
+    arguments: dict[str, object], error: type[Exception], text: str
+) -> None:
+    good = {"tokens": torch.zeros(4, 3, dtype=torch.long)}
+    Batch(**good)  # control: without the fault it is accepted
+    with pytest.raises(error, match=text):
+        Batch(**{**good, **arguments})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "text"),
+    [
+        ("corrupted", torch.zeros(3, 5, dtype=torch.long), ShapeError, r"\(3, 5\).*\(3, 4\)"),
+        ("corrupted", torch.zeros(3, 4, dtype=torch.long), InputError, "equal at edit_pos in 3 of 3"),
+        ("edit_pos", torch.tensor([1, 1]), ShapeError, "one position per example"),
+        ("edit_pos", torch.tensor([1, 1, 4]), InputError, "0 to 3"),
+        ("read_pos", torch.tensor([3, 3, -1]), InputError, "0 to 3"),
+        (
+            "answers",
+            torch.tensor([[0, 1], [0, 1], [2, 2]]),
+            InputError,
+            "equal in 1 of 3 examples, first in example 2",
+        ),
+        ("answers", torch.tensor([0, 1, 2]), ShapeError, r"\(3, 2\)"),
+        ("answers", torch.tensor([[0, 1], [0, 1], [0, -1]]), InputError, "start at 0"),
+        ("answers", torch.rand(3, 2), InputError, "float32"),
+    ],
+)
+def test_pairs_that_cannot_be_patched_are_refused(
+    name: str, value: torch.Tensor, error: type[Exception], text: str
+) -> None:
+    PatchPairs(**pair_parts())
+    with pytest.raises(error, match=text):
+        PatchPairs(**{**pair_parts(), name: value})
+
+
+def test_pairs_slice_by_example_and_keep_label_and_mask() -> None:
+    mask = torch.tensor([[True, True, True, True], [True, True, True, False], [True, True, False, False]])
+    pairs = PatchPairs(**pair_parts(), mask=mask, label="state")[[2, 0]]
+    assert len(pairs) == 2
+    assert pairs.mask.sum(1).tolist() == [2, 4]
+    assert pairs.label == pairs.to("cpu").label == "state"
+    assert pairs.answers.shape == (2, 2)
