@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -248,7 +250,11 @@ class Run:
             assert packed.sorted_indices is not None
             state = [s.index_select(1, packed.sorted_indices) for s in state]
             data = (packed.data, packed.batch_sizes, self._hx(state), flat, *options)
-        out, *last = kernel(*data)
+        with warnings.catch_warnings() if x.is_cuda else contextlib.nullcontext():
+            if x.is_cuda:
+                # cuDNN copies one layer's weights out of the module's single buffer, and says so each time.
+                warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous")
+            out, *last = kernel(*data)
         if packed is not None and packed.unsorted_indices is not None:
             out = PackedSequence(out, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
             out = pad_packed_sequence(out, total_length=self.length)[0]
