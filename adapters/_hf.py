@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -148,13 +149,18 @@ def load_pretrained(
             f"can't load {name!r} as a causal language model: {err}\n"
             "Give the id of a model on the Hugging Face hub or a folder made by save_pretrained()."
         ) from err
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    if os.path.isdir(name) and not any(os.path.exists(os.path.join(name, file)) for file in files):
+        # Where there are no files AutoTokenizer makes an empty tokenizer of the model's class.
+        return _placed(module, device), None
     keep = {k: v for k, v in options.items() if k in ("trust_remote_code", "revision", "cache_dir", "token")}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **keep)
     except (OSError, ValueError, KeyError, ImportError):
         # A model saved without a tokenizer is complete: it takes tokens, and text is refused by name.
         tokenizer = None
-    module.eval()
-    if device is not None:
-        module.to(device)
-    return module, tokenizer
+    return _placed(module, device), tokenizer
+
+
+def _placed(module: nn.Module, device: str | torch.device | None) -> nn.Module:
+    return module.eval() if device is None else module.eval().to(device)

@@ -21,7 +21,14 @@ GROUP = "probelens.adapters"
 
 @functools.lru_cache(maxsize=1)
 def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
-    return {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
+    found: dict[str, importlib.metadata.EntryPoint] = {}
+    # Not importlib.metadata.entry_points(): of two records of one package (an installed one, and an
+    # egg-info left by an older build in the current folder) it reads the first only.
+    for package in importlib.metadata.distributions():
+        for point in package.entry_points:
+            if point.group == GROUP:
+                found.setdefault(point.name, point)
+    return found
 
 
 @functools.lru_cache(maxsize=None)

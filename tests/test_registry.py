@@ -1,0 +1,196 @@
+"""Adapters are found by entry point alone; a broken one hurts no other; unknown models get a way out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+import probelens as pl
+from probelens import registry
+
+GOOD = '''
+from torch import nn
+from probelens.adapter import Adapter, ModelConfig
+
+class Tower(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.floors = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    def forward(self, x):
+        for floor in self.floors:
+            x = floor(x)
+        return x
+
+class TowerAdapter(Adapter):
+    name = "tower"
+    def __init__(self, module):
+        super().__init__(module)
+        self.blocks = [f"floors.{i}" for i in range(len(module.floors))]
+        self.cfg = ModelConfig(n_layers=3, d_model=4, architecture=self.name)
+    @classmethod
+    def matches(cls, module):
+        return isinstance(module, Tower)
+'''
+CHECK = """
+import warnings, torch, probelens as pl, goodpack
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    model = pl.wrap(goodpack.Tower())
+x = torch.randn(2, 5, 4)
+out, cache = model.run_with_cache(x, "blocks.1.hook_resid_post")
+assert model.cfg.architecture == "tower"
+assert torch.equal(cache["resid_post", 1], model.module.floors[1](model.module.floors[0](x)))
+assert any("broken" in str(w.message) and "ZeroDivisionError" in str(w.message) for w in seen), seen
+print("ok")
+"""
+
+
+def install(folder: Path, package: str, code: str, entry: str) -> None:
+    """What pip leaves of a package with one entry point."""
+    (folder / package).mkdir()
+    (folder / package / "__init__.py").write_text(code)
+    info = folder / f"{package}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[probelens.adapters]\n{entry}\n")
+
+
+def test_adapters_of_other_packages_work_by_entry_point_and_a_broken_one_hurts_no_other(tmp_path: Path) -> None:
+    install(tmp_path, "goodpack", GOOD, "tower = goodpack:TowerAdapter")
+    install(tmp_path, "brokenpack", "1 / 0", "broken = brokenpack:Nothing")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{CHECK}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "ok"
+
+
+def test_every_built_in_adapter_imports_and_none_imports_its_backend() -> None:
+    code = (
+        "import sys; from probelens.registry import adapters; found = adapters(); "
+        "heavy = {'transformers', 'transformer_lens', 'nnsight', 'mamba_ssm'} & set(sys.modules); "
+        "print(sorted(found), sorted(heavy))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    names = set(registry.adapters())
+    assert {"hf-transformer", "hf-mamba", "hf-mamba2", "torch-rnn", "generic"} <= names
+    assert done.stdout.strip() == f"{sorted(names)} []"
+
+
+@pytest.mark.parametrize(
+    ("name", "adapter"),
+    [
+        ("neox", "hf-transformer"), ("gpt2", "hf-transformer"), ("llama", "hf-transformer"),
+        ("mamba", "hf-mamba"), ("mamba2", "hf-mamba2"), ("lstm", "torch-rnn"), ("gru-bidirectional-fused", "torch-rnn"),
+    ],
+)  # fmt: skip
+def test_each_family_finds_its_adapter(name: str, adapter: str) -> None:
+    raw = zoo.build(name)
+    model = pl.wrap(raw)
+    assert model.adapter.name == adapter
+    assert model.module is raw
+    assert pl.wrap(model) is model
+    assert pl.wrap(raw, adapter).adapter.name == adapter
+
+
+class Step(nn.Module):
+    """One block of somebody's own model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x).tanh()
+
+
+class Tagger(nn.Module):
+    """Somebody's own model: nothing here is known to any adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 6)
+        self.steps = nn.ModuleList(Step() for _ in range(2))
+        self.last = nn.LayerNorm(6)
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for step in self.steps:
+            x = step(x)
+        return self.out(self.last(x))
+
+
+def test_any_module_works_once_its_blocks_are_named() -> None:
+    raw = Tagger()
+    with pytest.raises(pl.AdapterNotFoundError, match="blocks="):
+        pl.wrap(raw)
+    model = pl.wrap(raw, blocks="steps", embed="table", ln_final="last", unembed="out")
+    x = torch.randint(9, (2, 5))
+    assert torch.equal(model(x), raw(x))
+    _, cache = model.run_with_cache(x)
+    assert list(cache)[:3] == ["hook_embed", "blocks.0.hook_resid_pre", "blocks.0.hook_resid_post"]
+    assert torch.equal(cache["resid_post", 1], raw.steps[1](cache["resid_pre", 1]))
+    assert model.cfg.d_vocab == 9
+    with pytest.raises(pl.InputError, match="0 to 8"):
+        model(torch.tensor([[9]]))
+    assert model.verify(x).ok
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"blocks": "stepz"}, "Nearest: .*steps"),
+        ({"blocks": "table"}, "no submodules"),
+        ({"blocks": "steps", "unembed": "nope"}, "unembed='nope'"),
+        ({"blokcs": "steps"}, "blokcs"),
+        ({"embed": "table", "adapter": "generic"}, "needs to know where the blocks"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(options: dict[str, str], text: str) -> None:
+    with pytest.raises(pl.InputError, match=text):
+        pl.wrap(Tagger(), **options)
+
+
+def test_wrap_of_what_is_no_model_and_of_unknown_adapters() -> None:
+    with pytest.raises(pl.AdapterNotFoundError, match="int"):
+        pl.wrap(3)
+    with pytest.raises(pl.AdapterNotFoundError, match="pl.load"):
+        pl.wrap("gpt2")
+    with pytest.raises(pl.AdapterNotFoundError, match="hf-mamba"):
+        pl.wrap(zoo.build("mamba"), "hf-manba")
+
+
+def test_load_reads_a_saved_model_and_its_tokenizer(tmp_path: Path) -> None:
+    raw = zoo.build("neox")
+    raw.save_pretrained(tmp_path / "model")
+    model = pl.load(tmp_path / "model")
+    x = zoo.tokens()
+    assert model.tokenizer is None
+    assert not model.module.training
+    assert torch.equal(zoo.logits(model.module, x), zoo.logits(raw, x))
+    half = pl.load(str(tmp_path / "model"), dtype=torch.bfloat16)
+    assert half.cfg.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["", "nobody/has-this-model", "/no/such/folder"])
+def test_load_of_what_is_not_there_says_what_to_give(name: str) -> None:
+    with pytest.raises(pl.InputError, match="hub"):
+        pl.load(name)
+
+
+def test_load_runs_no_code_from_a_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        '{"model_type": "evil", "auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}}'
+    )
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').write('x')")
+    with pytest.raises(pl.InputError):
+        pl.load(folder)
+    assert not (tmp_path / "ran").exists()
