@@ -69,7 +69,7 @@ SNIPPETS = {
     "continuation": "def f(x):\n    y = x + \\\n  1\n    z = (x +\n1)\n    return z\n",
     "tabs": "def f(x):\n\tif x:\n\t\treturn (x)\n\treturn [\n]\n",
     "accents": "def é(ä):\n    return ('ü', [ä, '日本(', 'x'])\n",
-    "decorated": "@wrap(a, [b])\nasync def f(x) -> dict[str, int]:\n    async with g(x) as y:\n        pass\n",
+    "decorated": "@wrap(a, [b])\nasync def f(x) -> dict[str, int]:\n    async with g(x):\n        pass\n",
 }
 
 

@@ -34,8 +34,8 @@ def p_value(counts: np.ndarray, law: np.ndarray) -> float:
     return float(chisquare(counts[law > 0], counts.sum() * law[law > 0]).pvalue)
 
 
-# Seeds are fixed, so a test passes always or never. Right laws give p-values spread over (0, 1), the smallest of
-# some hundred being far above LOW; wrong ones give values below WRONG.
+# Seeds are fixed, so a test passes always or never. Right laws give p-values spread over (0, 1), the
+# smallest of some hundred being far above LOW; wrong ones give values below WRONG.
 LOW, WRONG = 1e-6, 1e-30
 
 TASKS = [Dyck(), Dyck(noop=0.2), Dyck(k=1, max_depth=5, noop=0.05), Counter(), Counter(noop=0.2)]
