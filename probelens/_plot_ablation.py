@@ -103,7 +103,7 @@ def ablation(
         ['probe subspace', 'random, equal rank (3 draws)']
     """
     who = "ablation"
-    df = style.frame(data, [x, drop, condition], who).sort_values(x, kind="stable")
+    df = style.ordered(style.frame(data, [x, drop, condition], who), x, who)
     called = {**CONDITIONS, **(names or {})}
     parts = {name: (called.get(name, name), part) for name, part in style.groups(df, condition)}
     bands = set(controls) if controls is not None else {name for name in parts if name.startswith("random")}

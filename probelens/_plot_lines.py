@@ -182,7 +182,7 @@ def training_curve(
     names = [y] if isinstance(y, str) else list(y)
     df = style.frame(data, [c for c in (x, *names, color) if c], who)
     style.unique(df, [c for c in (x, color) if c], who, "Separate the runs with color=.")
-    df = df.sort_values(x, kind="stable")
+    df = style.ordered(df, x, who)
     fig = style.panels([210] * len(names), title=title)
     said = []
     for row, name in enumerate(names, start=1):
@@ -254,7 +254,7 @@ def _lines(
     places = style.layer_names(df, c.x, who) if who == "layer_profile" else None
     said = []
     for row, (panel, part) in enumerate(facets, start=1):
-        part = part.sort_values(c.x, kind="stable")
+        part = style.ordered(part, c.x, who)
         spoken = []
         for name, series in style.groups(part, c.color):
             i = order.index(name)

@@ -188,7 +188,7 @@ def patch_heatmap(
         f"{finite.max():.2f}; highest at {labels[best_site]}, position {positions[best_position]}. "
         f"0 is the {ends[0]} run, 1 the {ends[1]} run."
     )
-    df = pd.DataFrame(rows)
+    df = pd.DataFrame(rows, dtype=object)
     return style.finish(fig, alt, df, list(df.columns))
 
 

@@ -137,7 +137,8 @@ def frame(data: Rows, columns: Iterable[str], caller: str) -> pd.DataFrame:
 
     if isinstance(data, Result):
         data = data.to_dataframe()
-    df = data if isinstance(data, pd.DataFrame) else pd.DataFrame(list(data))
+    # dtype=object keeps ints beside missing values, and text that pandas' own strings can't hold.
+    df = data if isinstance(data, pd.DataFrame) else pd.DataFrame(list(data), dtype=object)
     if df.empty:
         raise InputError(f"{caller} got no rows. Give at least one row, as a DataFrame or a list of dicts.")
     for column in columns:
@@ -175,8 +176,14 @@ def groups(df: pd.DataFrame, column: str | None) -> list[tuple[str, pd.DataFrame
     """(name, rows) for each value of a column in order of appearance; one unnamed group without a column."""
     if column is None:
         return [("", df)]
-    keys = df[column].map(str)
-    return [(name, df[keys == name]) for name in dict.fromkeys(keys)]
+    keys = [str(value) for value in df[column].tolist()]
+    return [(name, df[[key == name for key in keys]]) for name in dict.fromkeys(keys)]
+
+
+def ordered(df: pd.DataFrame, column: str, caller: str) -> pd.DataFrame:
+    """The rows by increasing number in a column; rows that are equal keep their order."""
+    values = defined(df, column, caller)
+    return df.iloc[sorted(range(len(values)), key=values.__getitem__)]
 
 
 def unique(df: pd.DataFrame, columns: Sequence[str], caller: str, advice: str) -> None:

@@ -229,7 +229,7 @@ def figure_spec(figure: go.Figure, caption: str) -> tuple[dict[str, Any], dict[s
             f"the chart {caption!r} needs a plotly Figure; it got a {type(figure).__name__}. "
             "Give what a function of probelens.plots or a result's plot() returns."
         )
-    spec = _listed(json.loads(str(figure.to_json())))
+    spec = _listed(json.loads(str(figure.to_json(engine="json"))))
     data, layout = spec["data"], spec.get("layout", {})
     layout.pop("template", None)
     meta = layout.pop("meta", None)
