@@ -33,8 +33,8 @@ class CodeDepth(Task):
     balanced accuracy. The default corpus differs between Python versions; ``digest`` says which one it was.
 
     Labels:
-        depth: Open ( [ { outside strings and comments; the last class also holds what is deeper.
-        indent: Open indented blocks; the last class also holds what is deeper.
+        - ``depth``: Open ( [ { outside strings and comments; the last class also holds what is deeper.
+        - ``indent``: Open indented blocks; the last class also holds what is deeper.
 
     Pairs:
         A token that is one opening bracket becomes a comma. They are read while that bracket is open and on

@@ -23,7 +23,7 @@ class Counter(Task):
     - after 2m tokens the count is uniform over 0 … m at every position.
 
     Labels:
-        depth: The count, 0 … m.
+        - ``depth``: The count, 0 … m.
 
     Pairs:
         A "+" of the first half becomes a "-", after which the count stays 2 lower: the strings are drawn such

@@ -33,10 +33,10 @@ class Dyck(Task):
     probability ``noop`` after the first 2m tokens; within these there are a few more where ``noop`` is small.
 
     Labels:
-        depth: Open brackets after this token, 0 … m.
-        top: Type of the innermost open bracket, or "empty". k + 1 classes.
-        closer: The closer that may come next, or "none". Same ids as top, since one decides the other.
-        state: depth and top together. 1 + k·m classes.
+        - ``depth``: Open brackets after this token, 0 … m.
+        - ``top``: Type of the innermost open bracket, or "empty". k + 1 classes.
+        - ``closer``: The closer that may come next, or "none". Same ids as top, since one decides the other.
+        - ``state``: depth and top together. 1 + k·m classes.
 
     Pairs:
         ``kind="type"`` changes the type of an opener that is on top where it is read; its closer, if any,

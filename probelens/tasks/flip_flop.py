@@ -24,8 +24,9 @@ class FlipFlop(Task):
     at a position doesn't depend on the length.
 
     Labels:
-        state: The bit last written, counting a write at its bit. Undefined, and masked, at the first token.
-        recall: At "r" the bit that must come next, elsewhere "none". 3 classes.
+        - ``state``: The bit last written, counting a write at its bit. Undefined, and masked, at the first
+          token.
+        - ``recall``: At "r" the bit that must come next, elsewhere "none". 3 classes.
 
     Pairs:
         The bit of an early write is flipped, and everything up to where it is read is ignored, so nothing

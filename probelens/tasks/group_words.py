@@ -29,12 +29,12 @@ class GroupWords(Task):
     Z_n. A product of permutations acts left to right: first g_1, then g_2.
 
     Labels:
-        state: The element. n classes, in lexicographic order, so the identity is class 0.
-        sign: Even or odd (S_n only). It is the running parity of the signs, blind to the rest.
-        mod_sign: What is left of the element once the sign is known (S_n, n ≥ 3): write y = a sʲ with a even,
-            s the swap of the first two points and j the sign; the label is a. n!/2 classes, 3 for S3, where
-            it is the rotation. (sign, mod_sign) and state determine each other, and the sign steers which way
-            a turns.
+        - ``state``: The element. n classes, in lexicographic order, so the identity is class 0.
+        - ``sign``: Even or odd (S_n only). It is the running parity of the signs, blind to the rest.
+        - ``mod_sign``: What is left of the element once the sign is known (S_n, n ≥ 3): write y = a sʲ with a
+          even, s the swap of the first two points and j the sign; the label is a. n!/2 classes, 3 for S3,
+          where it is the rotation. (sign, mod_sign) and state determine each other, and the sign steers which
+          way a turns.
 
     Pairs:
         One generator of the first half is replaced by another. For ``label="sign"`` by one of the other sign.

@@ -16,7 +16,7 @@ class Parity(Task):
     all later labels. Short prefixes recur across splits (there are 2^t of length t): report t ≥ 16 apart.
 
     Labels:
-        state: 0 even, 1 odd. 2 classes.
+        - ``state``: 0 even, 1 odd. 2 classes.
 
     Pairs:
         One bit of the first half is flipped. Both strings are legal, as all are.
