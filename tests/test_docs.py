@@ -1,0 +1,75 @@
+"""What the README and the pages show runs as it stands, and every public module has its page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import probelens as pl
+
+ROOT = Path(__file__).resolve().parent.parent
+# Modules whose public names are shown on the page of another one, and the command line.
+SHOWN_ELSEWHERE = {"erasure", "inlp", "permutation", "progress", "cli"}
+
+
+def python_blocks(page: str) -> str:
+    """The Python of a page with its line numbers kept, so that a traceback points into the page."""
+    text = (ROOT / page).read_text()
+    lines = [""] * text.count("\n")
+    for block in re.finditer(r"^```python\n(.*?)^```", text, re.M | re.S):
+        start = text.count("\n", 0, block.start(1))
+        lines[start : start + block[1].count("\n")] = block[1].splitlines()
+    return "\n".join(lines)
+
+
+def run_page(page: str, **names: object) -> dict[str, object]:
+    names["__name__"] = page
+    exec(compile(python_blocks(page), page, "exec"), names)
+    return names
+
+
+@pytest.mark.slow
+def test_the_quickstart_page_runs_and_finds_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run_page("docs/quickstart.md")
+    assert names["training"].accuracy > 0.99  # type: ignore[attr-defined]
+    assert "blocks.1.hook_resid_post" in capsys.readouterr().out, "the error names the nearest hook point"
+    recovery = names["sufficient"].recovery()  # type: ignore[attr-defined]
+    assert recovery[-1, -1] == pytest.approx(1.0, abs=1e-5), (
+        "the last residual at the read position is the answer"
+    )
+    assert recovery[-1, :-1].abs().max() < 1e-5, "and elsewhere it is nothing to it"
+    assert {p.name for p in tmp_path.iterdir()} == {"patch.html", "patch.safetensors"}
+
+
+@pytest.mark.slow
+def test_the_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    task = pl.tasks.Dyck(k=2, max_depth=10)
+    config = pl.models.FormalConfig.for_task("lstm", task, n_layers=2, d_model=16)
+    tokens = task.sample(2, length=40, seed=0).tokens
+    names = run_page("README.md", my_model=pl.models.build(config), tokens=tokens)
+    assert names["logits"].shape[:2] == tokens.shape  # type: ignore[attr-defined]
+    assert (tmp_path / "patch.safetensors").is_file()
+
+
+def test_a_page_that_does_not_run_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "page.md").write_text("# Page\n\n```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n")
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    with pytest.raises(AssertionError) as caught:
+        run_page("page.md")
+    assert caught.traceback[-1].lineno + 1 == 8
+
+
+def test_every_public_module_has_a_page() -> None:
+    folder = ROOT / "probelens"
+    modules = {p.stem for p in folder.glob("*.py")} | {p.parent.name for p in folder.glob("*/__init__.py")}
+    public = {m for m in modules if not m.startswith("_")} - SHOWN_ELSEWHERE - {"adapters", "examples"}
+    pages = {p.stem for p in (ROOT / "docs/api").glob("*.md")}
+    assert public <= pages
+    nav = (ROOT / "mkdocs.yml").read_text()
+    assert [p for p in sorted(pages) if f"api/{p}.md" not in nav] == []
