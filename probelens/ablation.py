@@ -309,7 +309,7 @@ def _drops(rows: list[dict[str, Any]], values: Tensor, clean: Tensor, chance: fl
     from probelens.stats import hierarchical_bootstrap
 
     # One bootstrap over examples for every row at once: the examples are the same in all of them.
-    found = hierarchical_bootstrap((clean - values).T, seed=seed, n_draws=1000)
+    found = hierarchical_bootstrap((clean - values).T[None], seed=seed, n_draws=1000)
     room = clean.mean().item() - (chance if chance is not None else 0.0)
     for i, row in enumerate(rows):
         drop = found.estimate[i].item()
@@ -350,7 +350,7 @@ def _effects(rows: list[dict[str, Any]], values: Tensor, clean: Tensor, chance: 
         if not mine or room.mean() <= 0:
             row.update(effect=None, effect_lo=None, effect_hi=None, effect_against=None)
             continue
-        found = ratio_of_means(values[mine].mean(0) - values[i], room, seed=seed, n_draws=1000)
+        found = ratio_of_means((values[mine].mean(0) - values[i])[None], room[None], seed=seed, n_draws=1000)
         row.update(
             effect=found.estimate.item(), effect_lo=found.low.item(), effect_hi=found.high.item(), effect_against=kind
         )

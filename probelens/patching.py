@@ -135,7 +135,7 @@ class PatchResult(Result):
         clean, corrupted = self.clean[rows].double(), self.corrupted[rows].double()
         patched = self.values[:, :, rows].double().movedim(-1, 0)
         top = patched - corrupted[:, None, None] if self.mode == "denoise" else clean[:, None, None] - patched
-        found = ratio_of_means(top, clean - corrupted, level=level, n_draws=n_boot, seed=seed)
+        found = ratio_of_means(top[None], (clean - corrupted)[None], level=level, n_draws=n_boot, seed=seed)
         return found.low.float(), found.high.float()
 
     def to_dataframe(self, correct_only: bool = True) -> pd.DataFrame:

@@ -1,0 +1,149 @@
+"""collect: the same activations as one run, at the sites and positions asked for, in memory or on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+
+import probelens as pl
+from probelens.sites import expand, layer_of
+
+
+@pytest.fixture(scope="module")
+def model() -> pl.HookedModel:
+    return pl.wrap(zoo.build("neox"))
+
+
+def test_sites_are_shorthands_names_globs_and_lists(model: pl.HookedModel) -> None:
+    post = [f"blocks.{i}.hook_resid_post" for i in range(3)]
+    assert expand(model, "resid_post") == expand(model, "hook_resid_post") == post
+    assert expand(model, "layers") == ["blocks.0.hook_resid_pre", *post]
+    assert expand(model, "blocks.[12].hook_resid_post") == post[1:]
+    assert expand(model, ["embed", "resid_post", post[0]]) == ["hook_embed", *post]
+    assert expand(model, "pattern") == [f"blocks.{i}.attn.hook_pattern" for i in range(3)]
+    mamba = pl.wrap(zoo.build("mamba"))
+    assert expand(mamba, "mixer_out") == [f"blocks.{i}.mixer.hook_out" for i in range(3)]
+    assert [layer_of(n, 3) for n in expand(model, "layers")] == [-1, 0, 1, 2]
+    assert layer_of("ln_final.hook_in", 3) == 3
+    for bad, text in (("resid_mid", "parallel"), ("resid_pots", "resid_post"), ([], "empty"), ([3], "string")):
+        with pytest.raises(pl.ProbelensError, match=text):
+            expand(model, bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["neox", "mamba", "lstm", "gru-bidirectional-fused"])
+def test_batches_give_what_one_run_gives(name: str) -> None:
+    model, x = pl.wrap(zoo.build(name)), zoo.tokens(7, 6)
+    with torch.no_grad():
+        _, cache = model.run_with_cache(x)
+    acts = pl.collect(model, x, ["layers", "unembed.hook_in"], batch_size=3)
+    assert len(acts) == 7
+    assert acts.names == [*expand(model, "layers"), "unembed.hook_in"]
+    for site in acts:
+        assert torch.allclose(acts[site], cache[site], atol=1e-5), site
+    assert acts.layers["unembed.hook_in"] == 3
+    assert torch.equal(acts.tokens, x)
+
+
+def test_positions_dtype_and_masks(model: pl.HookedModel) -> None:
+    batch = pl.tasks.Parity(bos=True).sample(5, length=6)
+    full = pl.collect(model, batch, "resid_post")
+    assert torch.equal(full.mask, batch.mask)
+    one = pl.collect(model, batch, "resid_post", pos=-1, dtype=torch.float16)
+    assert one["blocks.2.hook_resid_post"].shape == (5, 1, zoo.WIDTH)
+    assert one["blocks.2.hook_resid_post"].dtype == torch.float16
+    assert one.pos.tolist() == [6]
+    some = pl.collect(model, batch, "resid_post", pos=[0, 3])
+    assert torch.equal(some["blocks.1.hook_resid_post"], full["blocks.1.hook_resid_post"][:, [0, 3]])
+    assert some.mask.tolist() == [[False, True]] * 5
+    with pytest.raises(pl.ShapeError, match="allowed are"):
+        pl.collect(model, batch, "resid_post", pos=[7])
+
+
+def test_earlier_blocks_only_run_as_far_as_needed(model: pl.HookedModel) -> None:
+    ran = []
+    handle = model.module.gpt_neox.layers[2].register_forward_pre_hook(lambda m, a: ran.append(1))
+    pl.collect(model, zoo.tokens(), "blocks.1.hook_resid_post")
+    assert ran == []
+    pl.collect(model, zoo.tokens(), "blocks.2.hook_resid_pre")
+    handle.remove()
+    assert ran == [1]
+
+
+def test_dataset_rows_mappings_and_lists(model: pl.HookedModel) -> None:
+    x = zoo.tokens(3, 4)
+    want = pl.collect(model, x, "resid_post")["blocks.2.hook_resid_post"]
+    for inputs in (x.tolist(), {"input_ids": x}, {"input_ids": x.tolist(), "attention_mask": [[1] * 4] * 3}):
+        assert torch.allclose(pl.collect(model, inputs, "resid_post")["blocks.2.hook_resid_post"], want, atol=1e-5)
+    ragged = pl.collect(model, {"input_ids": [[1, 2, 3], [4]]}, "resid_post")
+    assert ragged.mask.tolist() == [[True] * 3, [True, False, False]]
+    alone = pl.collect(model, torch.tensor([[4]]), "resid_post")
+    key = "blocks.2.hook_resid_post"
+    assert torch.allclose(ragged[key][1, :1], alone[key][0], atol=1e-5)
+    for bad in ({"text": ["a"]}, object(), "text"):
+        with pytest.raises(pl.InputError):
+            pl.collect(model, bad, "resid_post")
+
+
+def test_training_mode_and_gradients_come_back(model: pl.HookedModel) -> None:
+    raw = zoo.build("gpt2").train()
+    raw.transformer.drop.p = 0.5
+    frozen = raw.transformer.h[0].eval()
+    wrapped, x = pl.wrap(raw), zoo.tokens()
+    a, b = (pl.collect(wrapped, x, "resid_post")["blocks.2.hook_resid_post"] for _ in range(2))
+    assert torch.equal(a, b)
+    assert raw.training
+    assert not frozen.training
+    assert not a.requires_grad
+
+
+def test_a_stream_to_disk_is_equal_and_goes_on_where_it_stopped(model: pl.HookedModel, tmp_path: Path) -> None:
+    x = zoo.tokens(10, 5)
+    want = pl.collect(model, x, "layers")
+    calls = []
+
+    class Stop(Exception):
+        pass
+
+    def stop_at_third(tensor: torch.Tensor, hook: pl.HookPoint) -> None:
+        calls.append(len(tensor))
+        if len(calls) == 3:
+            raise Stop
+
+    out = tmp_path / "acts"
+    with pytest.raises(Stop), model.hooks([("hook_embed", stop_at_third)]):
+        pl.collect(model, x, "layers", out=out, batch_size=3)
+    assert json.loads((out / "collect.json").read_text())["done"] == 6
+    with model.hooks([("hook_embed", stop_at_third)]):
+        acts = pl.collect(model, x, "layers", out=out, batch_size=3)
+    assert calls == [3, 3, 3, 3, 1]
+    for site in want:
+        assert torch.equal(acts[site], want[site])
+    with pytest.raises(pl.StoreError, match="other data"):
+        pl.collect(model, x.flip(0), "layers", out=out)
+    assert torch.equal(pl.collect(model, x, "layers", out=out)["blocks.0.hook_resid_pre"], want["blocks.0.hook_resid_pre"])
+    (out / "collect.json").write_text("{")
+    with pytest.raises(pl.StoreError, match="damaged"):
+        pl.collect(model, x, "layers", out=out)
+
+
+def test_activations_survive_the_disk(model: pl.HookedModel, tmp_path: Path) -> None:
+    acts = pl.collect(model, pl.tasks.Parity(bos=True).sample(3, length=4), "layers")
+    path = acts.save(tmp_path / "a.safetensors")
+    back = pl.Activations.load(path)
+    assert back.names == acts.names
+    assert all(torch.equal(back[s], acts[s]) for s in acts)
+    assert torch.equal(back.mask, acts.mask)
+    assert set(acts.to_dataframe()["layer"]) == {-1, 0, 1, 2}
+    with pytest.raises(pl.UnknownHookError, match="not collected"):
+        acts["hook_embed"]
+
+
+@pytest.mark.parametrize("kw", [{"batch_size": 0}, {"batch": torch.zeros(0, 4, dtype=torch.long)}])
+def test_nothing_to_collect_is_an_error(model: pl.HookedModel, kw: dict) -> None:
+    batch = kw.pop("batch", zoo.tokens())
+    with pytest.raises(pl.ProbelensError):
+        pl.collect(model, batch, "resid_post", **kw)
