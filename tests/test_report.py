@@ -166,9 +166,15 @@ def test_the_page_is_well_formed_with_one_heading_tree(page: Page) -> None:
 
 def test_the_page_says_everything_it_was_given(page: Page) -> None:
     text = page.text()
-    for part in ("Where is Dyck depth?", "Second paragraph.", "Found Dyck depth.", "0, 1", "Note Dyck depth",
-                 "probelens run quickstart Dyck depth", "task.length", "[0.4, 0.6]", "\u2713 yes", "\u2717 no",
-                 "? undetermined", TERMS["probe"][1][:50], TERMS["patching"][1][:50]):  # fmt: skip
+    given = ["Where is Dyck depth?", "Second paragraph.", "Found Dyck depth.", "0, 1", "Note Dyck depth"]
+    given += ["probelens run quickstart Dyck depth", "task.length", "[0.4, 0.6]"]
+    given += [
+        "\u2713 yes",
+        "\u2717 no",
+        "? undetermined",
+        *(TERMS[key][1][:50] for key in ("probe", "patching")),
+    ]
+    for part in given:
         assert part in text, part
     contents = list(re.findall(r'<li><a href="#s\d+">([^<]+)</a>', render_report(**sample())))
     assert ", ".join(contents) == (
