@@ -1,0 +1,18 @@
+"""Small formal models from the ecosystem's own classes: Transformer, Mamba, Mamba-2, LSTM and GRU."""
+
+from probelens.models.build import build, config_of, n_params
+from probelens.models.checkpoint import is_checkpoint, load, save
+from probelens.models.config import ARCHITECTURES, FormalConfig
+from probelens.models.rnn_lm import RNNLM
+
+__all__ = [
+    "ARCHITECTURES",
+    "RNNLM",
+    "FormalConfig",
+    "build",
+    "config_of",
+    "is_checkpoint",
+    "load",
+    "n_params",
+    "save",
+]

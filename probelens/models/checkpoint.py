@@ -1,0 +1,111 @@
+"""Formal models to and from one safetensors file: plain state-dict keys, the config as JSON beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from probelens.errors import InputError, StoreError
+from probelens.models.build import build, config_of
+from probelens.models.config import FormalConfig
+from probelens.results import atomic_path
+
+__all__ = ["is_checkpoint", "load", "save"]
+
+_KEY = "probelens.model"
+
+
+def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
+    """Write a formal model to one safetensors file, whole or not at all.
+
+    Args:
+        model: A model made by `build` or `load`, trained or not.
+        path: The file; an existing one is replaced when the new one is complete.
+
+    Returns:
+        The path written.
+
+    Raises:
+        InputError: The model was not made by `build`, so its config is unknown.
+        StoreError: The folder can't be written.
+    """
+    from safetensors.torch import save_file
+
+    config = config_of(model)
+    if config is None:
+        raise InputError(
+            f"save() needs a model made by probelens.models.build; this {type(model).__name__} was not. "
+            "Save its state dict with safetensors, or with save_pretrained if it is a transformers model."
+        )
+    # Copies: safetensors refuses tensors that share storage.
+    tensors = {key: value.detach().cpu().clone().contiguous() for key, value in model.state_dict().items()}
+    with atomic_path(path) as part:
+        save_file(tensors, part, metadata={_KEY: json.dumps({"format": 1, "config": config.to_dict()})})
+    return Path(path)
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether `load` would take this for a formal model.
+
+    Args:
+        path: A file, or a folder that may hold `model.safetensors`.
+
+    Returns:
+        True if the file is there and says so in its header; its weights are not read.
+    """
+    try:
+        return _header(_file(path)) is not None
+    except StoreError:
+        return False
+
+
+def load(path: str | os.PathLike[str], *, device: str | torch.device | None = None) -> nn.Module:
+    """Read a formal model back.
+
+    Args:
+        path: A file written by `save`, or a folder with such a file named `model.safetensors`, as
+            training leaves it.
+        device: Where the weights go; None for the CPU.
+
+    Returns:
+        The model, in eval mode, its weights equal to the saved ones bit for bit.
+
+    Raises:
+        StoreError: The file is missing, truncated, of another program, or does not fit its config.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    file = _file(path)
+    header = _header(file)
+    if header is None:
+        raise StoreError(
+            f"{str(file)!r} is a safetensors file but not a formal model of probelens. "
+            "Give a file written by probelens.models.save(), or load other models with probelens.load()."
+        )
+    try:
+        model = build(FormalConfig.from_dict(json.loads(header)["config"]))
+        model.load_state_dict(load_file(file))
+    except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as err:
+        raise StoreError(f"{str(file)!r} does not fit the model it describes: {err}") from err
+    return model if device is None else model.to(device)
+
+
+def _file(path: str | os.PathLike[str]) -> Path:
+    path = Path(path)
+    return path / "model.safetensors" if path.is_dir() else path
+
+
+def _header(file: Path) -> str | None:
+    """Our part of the file's header; None in a safetensors file of somebody else."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return (opened.metadata() or {}).get(_KEY)
+    except (OSError, SafetensorError, ValueError) as err:
+        raise StoreError(f"can't read {str(file)!r} as a formal model: {err}") from err

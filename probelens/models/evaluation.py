@@ -1,0 +1,282 @@
+"""How often a model names the right class, by length, inside and beyond the length it was trained on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from probelens.errors import InputError, ShapeError
+from probelens.results import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+    from probelens.tasks.base import Batch, Task
+
+__all__ = ["EvalResult", "evaluate"]
+
+Backend = Literal["native", "reference"] | Callable[[], AbstractContextManager[Any]] | None
+
+
+@dataclass(frozen=True)
+class EvalResult(Result):
+    """Accuracy of a model on a task, one row per length, label and span of positions.
+
+    Args:
+        task: Name of the task.
+        trained_length: Length the spans "trained" and "beyond" are divided at.
+        rows: Dicts with label, length, span, accuracy, balanced_accuracy (mean over the classes
+            that occur) and n_positions. Positions t count from 1, a BOS token excluded. Spans:
+            "all"; "trained" t <= trained_length; "beyond" t > trained_length; "late" t > late.
+    """
+
+    task: str
+    trained_length: int
+    rows: list[dict[str, Any]]
+
+    def accuracy(self, length: int, span: str = "all", label: str | None = None) -> float:
+        """One accuracy.
+
+        Args:
+            length: A length that was evaluated.
+            span: "all", "trained", "beyond" or "late".
+            label: The label; the first one when None.
+
+        Returns:
+            Fraction of positions with the right class.
+
+        Raises:
+            InputError: There is no such row.
+        """
+        label = self.rows[0]["label"] if label is None and self.rows else label
+        for row in self.rows:
+            if (row["length"], row["span"], row["label"]) == (length, span, label):
+                return float(row["accuracy"])
+        have = sorted({(row["length"], row["span"], row["label"]) for row in self.rows})
+        raise InputError(
+            f"no accuracy for length {length}, span {span!r}, label {label!r}. There are: {have}."
+        )
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """The rows, with the task's name."""
+        import pandas as pd
+
+        return pd.DataFrame([{"task": self.task, **row} for row in self.rows])
+
+    def plot(self) -> go.Figure:
+        """Accuracy against length, one line per span, one panel per label."""
+        from probelens.plots import length_curve
+
+        several = len({row["label"] for row in self.rows}) > 1
+        return length_curve(
+            self.rows,
+            color="span",
+            facet="label" if several else None,
+            train_length=self.trained_length,
+            title=f"{self.task}: accuracy by length",
+        )
+
+
+def evaluate(
+    model: Any,
+    task: Task,
+    lengths: Sequence[int] = (40, 60, 80, 100, 120),
+    *,
+    n: int = 256,
+    label: str | Sequence[str] | None = None,
+    trained_length: int = 40,
+    late: int = 20,
+    batch_size: int = 64,
+    seed: int = 0,
+    backend: Backend = None,
+) -> EvalResult:
+    """Accuracy of a per-position classifier on fresh sequences of several lengths.
+
+    The sequences come from another random stream than those of `probelens.training.train`, also
+    at an equal seed.
+
+    Args:
+        model: A module that maps tokens (batch, pos) to logits (batch, pos, vocab), or to an
+            object with `.logits`; or a HookedModel around one.
+        task: Draws the sequences and their labels.
+        lengths: Sequence lengths, BOS excluded.
+        n: Sequences of each length.
+        label: The label the logits stand for, the task's target when None; several when the
+            model was trained on several.
+        trained_length: The length of the training sequences.
+        late: Positions after this one are reported as "late" too: short prefixes recur between
+            training and evaluation, late positions do not.
+        batch_size: Sequences per forward pass.
+        seed: Fixes the sequences.
+        backend: A context to run in, as in `train`.
+
+    Returns:
+        One row per length, label and non-empty span.
+
+    Raises:
+        InputError: An unknown label, no lengths, or a vocabulary too small for the task.
+        ShapeError: The model's output is not (batch, pos, vocab).
+    """
+    module, context = unwrap(model, backend)
+    if not lengths or min(lengths) < 1 or n < 1 or batch_size < 1:
+        raise InputError(
+            f"lengths={list(lengths)}, n={n}, batch_size={batch_size}: each must be at least 1, and "
+            "there must be a length."
+        )
+    slices = label_slices(task, label)
+    check_vocabulary(module, task, slices)
+    rows: list[dict[str, Any]] = []
+    training = module.training
+    module.eval()
+    try:
+        with context(), torch.no_grad():
+            for length in lengths:
+                batch = task.sample(n, length=length, seed=derive_seed(seed, "evaluate", length))
+                predicted = predict(module, batch.tokens, slices, batch_size)
+                rows += _rows(batch, predicted, task, length, trained_length, late)
+    finally:
+        module.train(training)
+    return EvalResult(task=task.name, trained_length=trained_length, rows=rows)
+
+
+def label_slices(task: Task, label: str | Sequence[str] | None) -> dict[str, slice]:
+    """Which logits stand for which label: all of them for one label, consecutive ranges for several.
+
+    Args:
+        task: Knows its labels and their class counts.
+        label: One label, several, or None for the task's target.
+
+    Returns:
+        The slice of the logits of each label, in the order given.
+
+    Raises:
+        InputError: A label that the task doesn't have, or none at all.
+    """
+    names = [task.target] if label is None else [label] if isinstance(label, str) else list(label)
+    if not names or len(set(names)) != len(names):
+        raise InputError(f"label must name one label or several different ones, not {label!r}.")
+    for name in names:
+        if name not in task.n_classes:
+            raise InputError(
+                f"task {task.name!r} has no label {name!r}. It has: {', '.join(task.n_classes)}."
+            )
+    if len(names) == 1:
+        return {names[0]: slice(None)}
+    slices, start = {}, 0
+    for name in names:
+        slices[name] = slice(start, start + task.n_classes[name])
+        start += task.n_classes[name]
+    return slices
+
+
+def derive_seed(seed: int, stream: str, index: int) -> int:
+    """A seed for one draw: different streams and indices never share sequences."""
+    words = [seed, sum(ord(c) << (8 * i) for i, c in enumerate(stream[:8])), index]
+    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> 1)
+
+
+def unwrap(model: Any, backend: Backend) -> tuple[nn.Module, Callable[[], AbstractContextManager[Any]]]:
+    """The plain module, and the context that a named or given backend stands for."""
+    hooked = hasattr(model, "run_with_hooks")
+    module = model.module if hooked else model
+    if not isinstance(module, nn.Module):
+        raise InputError(f"need a torch module or a HookedModel, got a {type(model).__name__}.")
+    if backend is None:
+        return module, contextlib.nullcontext
+    if callable(backend):
+        return module, backend
+    from probelens.loading import wrap
+
+    wrapped = model if hooked else wrap(module)
+    return module, lambda: wrapped.backend(backend)
+
+
+def logits_of(module: nn.Module, tokens: Tensor) -> Tensor:
+    """The logits of a module, whatever it wraps them in. (batch, pos, vocab)"""
+    # transformers would fill a cache for the next call, which nobody makes.
+    options = {"use_cache": False} if hasattr(getattr(module, "config", None), "use_cache") else {}
+    out = module(tokens, **options)
+    logits = out if isinstance(out, Tensor) else getattr(out, "logits", None)
+    if logits is None and isinstance(out, tuple):
+        logits = out[0]
+    if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != tokens.shape:
+        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(out).__name__
+        raise ShapeError(
+            f"the model must map tokens {tuple(tokens.shape)} to logits (batch, pos, vocab); it gave {found}."
+        )
+    return logits
+
+
+def check_vocabulary(module: nn.Module, task: Task, slices: dict[str, slice]) -> None:
+    """Refuse a model whose ids can't hold the task's tokens and classes."""
+    param = next(module.parameters())
+    getter = getattr(module, "get_input_embeddings", None)
+    embedding = getter() if callable(getter) else getattr(module, "embedding", None)
+    ids = getattr(embedding, "num_embeddings", None)
+    if ids is not None and ids < task.d_vocab:
+        raise InputError(f"the model has {ids} token ids, task {task.name!r} needs {task.d_vocab}. {_FIT}")
+    with torch.no_grad():
+        width = logits_of(module, torch.zeros(1, 1, dtype=torch.long, device=param.device)).shape[-1]
+    needed = sum(task.n_classes[name] for name in slices)
+    if width < needed:
+        raise InputError(
+            f"the model has {width} logits, the classes of {', '.join(slices)} need {needed}. {_FIT}"
+        )
+
+
+_FIT = "Build the model with FormalConfig.for_task(arch, task)."
+
+
+def predict(
+    module: nn.Module, tokens: Tensor, slices: dict[str, slice], batch_size: int
+) -> dict[str, Tensor]:
+    """The most likely class at every position, for each label, on the CPU. (n, pos)"""
+    device = next(module.parameters()).device
+    parts: dict[str, list[Tensor]] = {name: [] for name in slices}
+    for chunk in tokens.split(batch_size):
+        logits = logits_of(module, chunk.to(device))
+        for name, part in slices.items():
+            parts[name].append(logits[..., part].argmax(-1).cpu())
+    return {name: torch.cat(found) for name, found in parts.items()}
+
+
+def _rows(
+    batch: Batch, predicted: dict[str, Tensor], task: Task, length: int, trained_length: int, late: int
+) -> list[dict[str, Any]]:
+    t = torch.arange(1, batch.tokens.shape[1] + 1) - (batch.tokens.shape[1] - length)
+    spans = {
+        "all": t > 0,
+        "trained": (t > 0) & (t <= trained_length),
+        "beyond": t > trained_length,
+        "late": t > late,
+    }
+    rows = []
+    for label, classes in predicted.items():
+        truth = batch.labels[label]
+        for span, inside in spans.items():
+            chosen = batch.mask & inside
+            count = int(chosen.sum())
+            if not count:
+                continue
+            hit = (classes == truth)[chosen].double()
+            total = torch.bincount(truth[chosen], minlength=task.n_classes[label])
+            right = torch.bincount(truth[chosen], weights=hit, minlength=task.n_classes[label])
+            rows.append(
+                {
+                    "label": label,
+                    "length": length,
+                    "span": span,
+                    "accuracy": float(hit.mean()),
+                    "balanced_accuracy": float((right[total > 0] / total[total > 0]).mean()),
+                    "n_positions": count,
+                }
+            )
+    return rows
