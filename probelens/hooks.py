@@ -305,11 +305,12 @@ class Tap:
         return any(not e.reads for e in self._board.listeners(self._names.get(name)))
 
     def positions(self, name: str, length: int | None = None) -> list[int] | None:
-        """Steps at which a state point must be offered: None for every step."""
+        """Steps at which a state point must be offered one by one: None for every step.
+
+        Somebody who reads beside somebody who edits needs every step, as edited.
+        """
         found: set[int] = set()
         for entry in self._board.listeners(self._names.get(name)):
-            if entry.reads:
-                continue
             if not isinstance(entry.fn, At):
                 return None
             found.update(entry.fn.resolve(length) if length is not None else entry.fn.positions)

@@ -429,6 +429,26 @@ def test_hooks_at_one_position_leave_the_others() -> None:
             pl.at(bad, lambda t, hook: t)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("name", "point"),
+    [("mamba", "mixer.hook_ssm_state"), ("mamba2", "mixer.hook_ssm_state"), ("lstm", "rnn.hook_c"), ("gru", "rnn.hook_h")],
+)
+def test_a_cache_beside_an_edit_at_one_step_holds_every_step_as_edited(name: str, point: str) -> None:
+    model, x, point = pl.wrap(zoo.build(name)), zoo.tokens(), f"blocks.0.{point}"
+    with torch.no_grad():
+        _, plain = model.run_with_cache(x, point)
+        with model.hooks([(point, pl.at(3, lambda t, hook: t + 1))]):
+            out, cache = model.run_with_cache(x, point)
+        only = model.run_with_hooks(x, [(point, pl.at(3, lambda t, hook: t + 1))])
+        each = model.run_with_hooks(x, [(point, lambda t, hook: t + 1 if hook.pos == 3 else None)])
+    assert cache[point].shape == plain[point].shape
+    assert torch.allclose(cache[point][:, :3], plain[point][:, :3], atol=1e-6)
+    assert torch.allclose(cache[point][:, 3], plain[point][:, 3] + 1, atol=1e-5)
+    assert not torch.allclose(cache[point][:, 4], plain[point][:, 4], atol=1e-4)
+    assert torch.allclose(out, only, atol=1e-5)
+    assert torch.allclose(each, only, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["neox-sequential", "gpt2", "llama", "gemma2"])
 def test_an_edit_of_resid_mid_reaches_the_mlp_and_the_residual(name: str) -> None:
     raw = zoo.build(name)
