@@ -98,7 +98,7 @@ def template(theme: Theme = "auto") -> go.layout.Template:
                 "yanchor": "bottom",
                 "tracegroupgap": 0,
             },
-            "margin": {"l": 56, "r": 14, "t": 16, "b": 48},
+            "margin": {"l": 56, "r": 22, "t": 16, "b": 48},
             "coloraxis": {
                 "colorscale": [[i / (len(stops) - 1), color] for i, color in enumerate(stops)],
                 "colorbar": {"outlinewidth": 0, "ticks": "", "thickness": 12},
@@ -157,7 +157,8 @@ def numbers(df: pd.DataFrame, column: str | None, caller: str) -> list[float | N
     if column is None or column not in df.columns:
         return [None] * len(df)
     out: list[float | None] = []
-    for value in df[column].tolist():
+    given = df[column].astype(object)
+    for value in given.where(given.notna(), None).tolist():
         if value is None:
             out.append(None)
             continue
@@ -208,15 +209,14 @@ def measured(value: float | None, lo: float | None, hi: float | None, say: Calla
 
 def layer_name(layer: object) -> str:
     """``embed`` for layer -1, the number of the block for the others."""
-    return (
-        "embed" if str(layer) in ("-1", "-1.0") else f"{layer:g}" if isinstance(layer, float) else str(layer)
-    )
+    name = f"{layer:g}" if isinstance(layer, float) else str(layer)
+    return "embed" if name == "-1" else name
 
 
 def layer_names(df: pd.DataFrame, column: str, caller: str) -> dict[float, str]:
     """What to call each layer: "embed", the block's number, or "norm" where the rows' site says so."""
     layers = defined(df, column, caller)
-    sites = df["site"].map(str).tolist() if "site" in df.columns else [""] * len(layers)
+    sites = [str(site) for site in df["site"].tolist()] if "site" in df.columns else [""] * len(layers)
     return {at: "norm" if site.startswith("ln_final") else layer_name(at) for at, site in zip(layers, sites)}
 
 
@@ -352,6 +352,7 @@ def finish(fig: go.Figure, alt: str, df: pd.DataFrame, columns: Iterable[str | N
 
 
 def defined(df: pd.DataFrame, column: str, who: str) -> list[float]:
+    """A column as floats, none of which may be missing."""
     out = []
     for value, given in zip(numbers(df, column, who), df[column].tolist()):
         if value is None:

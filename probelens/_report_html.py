@@ -317,7 +317,11 @@ def _finite(value: Any) -> Any:
 
 def _records(rows: Rows) -> list[dict[str, Any]]:
     table = rows.to_dataframe() if isinstance(rows, Result) else rows
-    records: Iterable[Any] = table if isinstance(table, Sequence) else table.to_dict("records")
+    records: Iterable[Any]
+    if isinstance(table, Sequence):
+        records = table
+    else:
+        records = table.astype(object).where(table.notna(), None).to_dict("records")
     return [{str(key): value for key, value in dict(record).items()} for record in records]
 
 

@@ -241,6 +241,13 @@ def test_missing_values_leave_a_gap_in_line_and_band() -> None:
     assert [len(band.x) for band in bands(fig, "probe accuracy")] == [4, 4]
 
 
+@pytest.mark.parametrize("missing", [None, float("nan"), float("inf"), pd.NA, np.float32("nan")])
+def test_every_kind_of_missing_value_is_a_gap(missing: Any) -> None:
+    rows = [{"layer": 0, "accuracy": 0.5}, {"layer": 1, "accuracy": missing}]
+    for data in (rows, pd.DataFrame(rows), pd.DataFrame(rows).convert_dtypes()):
+        assert named(plots.layer_profile(data), "probe accuracy").y == (0.5, None)
+
+
 def test_frames_lists_and_results_give_the_same_figure() -> None:
     @dataclass(frozen=True)
     class Some(Result):

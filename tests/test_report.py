@@ -304,6 +304,14 @@ def test_tables_show_the_first_rows_and_embed_all() -> None:
     assert page.data("table-1")["rows"] == [[i, float(x)] for i, x in zip(rows["i"], rows["x"], strict=True)]
 
 
+def test_missing_values_of_every_kind_are_empty_cells() -> None:
+    frame = pd.DataFrame(
+        {"a": pd.array([1, None], dtype="Int64"), "b": [None, "x"], "c": [float("nan"), 2.5]}
+    )
+    page = Page(render_report(title="t", lead="l", sections=[Section("s", tables=[Table("T", frame)])]))
+    assert page.data("table-1")["rows"] == [[1, None, None], [None, "x", 2.5]]
+
+
 def test_a_figure_without_rows_gives_its_points() -> None:
     figure = go.Figure(
         [
