@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 import torch
 from real_models import fetch, textgenrnn
+from sklearn.metrics import balanced_accuracy_score
 from torch import Tensor
 
 import probelens as pl
+from probelens.probing.linear import LinearProbe
+from probelens.tasks.baselines import baselines
 
 pytestmark = pytest.mark.network
 
@@ -194,3 +197,96 @@ def test_an_edit_of_the_cell_reaches_the_steps_after_it_and_an_edit_of_the_outpu
     assert (by_cell[:, 37:] - original[:, 37:]).abs().amax((1, 2)).min() > 0.1
     for edited in (by_cell, by_output):
         torch.testing.assert_close(edited[:, :36], original[:, :36], atol=1e-5, rtol=0)
+
+
+# -- what can be read, and what is used --------------------------------------------------------------
+
+LAYER_0 = "blocks.0.hook_resid_post"
+SITES = ["hook_embed", LAYER_0, "blocks.1.hook_resid_post"]
+
+
+def titles(module: textgenrnn.TextLSTM, marks: str, n: int, seed: int) -> pl.Batch:
+    tokens, inside = textgenrnn.bracketed(module.vocab, n, marks, seed)
+    return pl.Batch(tokens, {"inside": inside})
+
+
+def score(train_x: Tensor, train_y: Tensor, test_x: Tensor, test_y: Tensor) -> float:
+    """Balanced accuracy, on other titles, of a linear probe."""
+    probe = LinearProbe(standardize=True, class_weight="balanced")
+    probe.fit(train_x.flatten(0, 1), train_y.flatten())
+    return float(balanced_accuracy_score(test_y.flatten(), probe.predict(test_x.flatten(0, 1))))
+
+
+@pytest.mark.parametrize(("marks", "at_least"), [("()", 0.98), ('""', 0.95)], ids=["brackets", "quotation"])
+def test_layer_0_knows_whether_it_is_inside_far_above_the_baselines(
+    module: textgenrnn.TextLSTM, marks: str, at_least: float
+) -> None:
+    train, test = titles(module, marks, 300, seed=0), titles(module, marks, 150, seed=2)
+    labels = train.labels["inside"], test.labels["inside"]
+
+    def read(network: textgenrnn.TextLSTM) -> dict[str, float]:
+        model = pl.wrap(network)
+        x, y = pl.collect(model, train, SITES), pl.collect(model, test, SITES)
+        return {site: score(x[site], labels[0], y[site], labels[1]) for site in SITES}
+
+    trained = read(module)
+    assert trained[LAYER_0] > at_least  # 0.997 and 0.977
+    guesses = baselines(train.tokens, labels[0], test.tokens, labels[1], w=8)
+    guessed = {name: found["balanced_accuracy"] for name, found in guesses.items()}
+    assert trained[LAYER_0] > guessed["last_w"] + 0.25  # 0.69
+    assert trained[LAYER_0] > guessed["position"] + 0.3  # 0.63
+    assert trained["hook_embed"] < 0.65  # 0.58: not in the character itself
+    for seed in (0, 1):
+        untrained = read(textgenrnn.untrained(module.vocab, seed))
+        # A random network still echoes the last few characters: 0.75 and 0.67, and 0.82 one layer up.
+        assert trained[LAYER_0] > untrained[LAYER_0] + 0.2
+        assert trained[LAYER_0] > max(untrained.values()) + 0.15
+
+
+def test_the_labels_of_other_titles_can_not_be_read(
+    module: textgenrnn.TextLSTM, model: pl.HookedModel
+) -> None:
+    # The control of the test above: labels with the same dependence on position, that aren't this title's.
+    train, test = titles(module, "()", 300, seed=0), titles(module, "()", 150, seed=2)
+    x, y = pl.collect(model, train, LAYER_0)[LAYER_0], pl.collect(model, test, LAYER_0)[LAYER_0]
+    rolled = train.labels["inside"].roll(1, 0), test.labels["inside"].roll(1, 0)
+    assert score(x, rolled[0], y, rolled[1]) < 0.7
+
+
+def test_taking_the_direction_out_of_layer_0_takes_the_closing_bracket_with_it(
+    module: textgenrnn.TextLSTM, model: pl.HookedModel
+) -> None:
+    train, test = titles(module, "()", 300, seed=0), titles(module, "()", 150, seed=2)
+    inside = train.labels["inside"], test.labels["inside"]
+    x, y = pl.collect(model, train, LAYER_0)[LAYER_0], pl.collect(model, test, LAYER_0)[LAYER_0]
+    mean = x.flatten(0, 1).mean(0)
+    probe = LinearProbe(standardize=True).fit(x.flatten(0, 1), inside[0].flatten())
+
+    def gap(subspace: pl.Subspace | None) -> float:
+        """How much likelier the closing bracket is inside than outside, in nats."""
+        hooks = [] if subspace is None else [(LAYER_0, pl.edits.project(subspace))]
+        logits = model.run_with_hooks(test.tokens, hooks)
+        closing = logits[:, -1].log_softmax(-1)[:, module.vocab[")"]]
+        ends_inside = inside[1][:, -1] == 1
+        return float(closing[ends_inside].mean() - closing[~ends_inside].mean())
+
+    def refitted(subspace: pl.Subspace) -> float:
+        return score(subspace.project_out(x), inside[0], subspace.project_out(y), inside[1])
+
+    rows = pl.subspaces.from_probe(probe, mean)
+    means = pl.subspaces.mean_difference(x, inside[0])
+    clean = gap(None)
+    assert clean > 6  # 6.7
+    for seed in range(5):
+        assert gap(pl.subspaces.random(1, 128, seed=seed, mean=mean)) > 0.9 * clean
+    # Used: without the probe's direction most of it is gone, although another probe still reads the label.
+    assert gap(rows) < 0.3 * clean  # 1.0
+    assert refitted(rows) > 0.95  # 0.994
+    # Without the difference of the class means no linear probe reads it, and the behaviour goes too.
+    assert gap(means) < 0.4 * clean  # 1.7
+    assert refitted(means) == pytest.approx(0.5, abs=0.05)
+    # The second layer's output is read by the same readout and matters little.
+    second = "blocks.1.hook_resid_post"
+    above = pl.subspaces.mean_difference(pl.collect(model, train, second)[second], inside[0])
+    with model.hooks([(second, pl.edits.project(above))]):
+        assert gap(None) > 0.8 * clean
