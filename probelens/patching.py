@@ -160,13 +160,10 @@ class PatchResult(Result):
         """Heat map of recovery, layer by position."""
         from probelens import plots
 
-        # One kind of site over all layers is named by its layer alone.
-        plain = len(set(self.layers)) == len(self.layers)
-        labels = [f"{layer} · {site.split('.')[-1].removeprefix('hook_')}" for layer, site in zip(self.layers, self.sites, strict=True)]
         lo, hi = self.interval(correct_only=correct_only)
         where = [int(p) if p.isdigit() else i for i, p in enumerate(self.positions)]
         return plots.patch_heatmap(
-            self.recovery(correct_only), self.layers if plain else labels, where, tokens=tokens, lo=lo, hi=hi
+            self.recovery(correct_only), self.sites, where, tokens=tokens, lo=lo, hi=hi, mode=self.mode
         )
 
 
