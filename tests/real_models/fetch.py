@@ -168,7 +168,7 @@ def _index_is_switched_off() -> bool:
 def _reason(said: str) -> str:
     for line in said.splitlines():
         if _NO_ANSWER.search(line):
-            return line.strip()
+            return line.split("connection broken by ")[-1].strip()[:200]
     return "pip is set to use no index"
 
 
