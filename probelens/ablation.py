@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from probelens.collect import collect, padding_mask
+from probelens.collect import collect
 from probelens.errors import InputError, MetricError, ShapeError
 from probelens.hooks import HookPoint
 from probelens.model import HookedModel
@@ -54,6 +54,7 @@ class AblationResult(Result):
         metric: Name of the metric.
         chance: What the metric gets by guessing.
         path: How the engine ran: "skip" or "full".
+        refit_by_position: Accuracy of the refitted linear probe at each position. (target, pos)
     """
 
     rows: list[dict[str, Any]]
@@ -66,6 +67,7 @@ class AblationResult(Result):
     metric: str = "accuracy"
     chance: float = 0.0
     path: str = "full"
+    refit_by_position: Tensor | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     def to_dataframe(self) -> pd.DataFrame:
@@ -152,7 +154,8 @@ def ablate(
     unknown = [k for k in kinds if k not in ("random", "random_matched", "pca")]
     if unknown:
         raise InputError(f"control {unknown[0]!r} is not known. Allowed: 'random', 'random_matched', 'pca'")
-    attention = padding_mask(batch.mask)
+    # batch.mask says where labels count, which is no padding mask: it leaves BOS out, which is read.
+    attention = getattr(batch, "attention_mask", None)
     acts = collect(model, batch, names, batch_size=batch_size, attention_mask=attention)
     planned: list[tuple[dict[str, Any], Condition]] = []
     for name, space in zip(names, spaces.values(), strict=True):
@@ -182,8 +185,9 @@ def ablate(
     chance = _chance(batch, target) if metric == "accuracy" else 0.0
     rows = [dict(about) for about, _ in planned]
     _drops(rows, values, clean, chance if metric == "accuracy" else None, seed)
+    refits = None
     if refit:
-        _refits(rows, dict(zip(names, spaces.values(), strict=True)), acts, batch, label, alpha, mlp, seed)
+        refits = _refits(rows, dict(zip(names, spaces.values(), strict=True)), acts, batch, label, alpha, mlp, seed)
     _effects(rows, values, clean, chance if metric == "accuracy" else None, seed)
     _verdicts(rows, model, clean.mean().item(), chance if metric == "accuracy" else None, refit)
     count = scored.double().sum(0).clamp_min(1)
@@ -198,6 +202,7 @@ def ablate(
         metric if isinstance(metric, str) else getattr(metric, "__name__", "custom"),
         chance,
         run.path,
+        refits,
     )
 
 
@@ -217,7 +222,10 @@ def _spaces(subspaces: Any, label: str) -> dict[str, Any]:
         return dict(subspaces)
     from probelens.subspaces import from_probe
 
-    return {site: from_probe(subspaces, site=site, label=label) for site in subspaces.sites}
+    return {
+        site: from_probe(subspaces.coef(site, label), subspaces.mean(site), label=f"probe rows of {label}")
+        for site in subspaces.sites
+    }
 
 
 def _draws(space: Any, real: Tensor, kinds: Sequence[str], controls: int, seed: int) -> list[tuple[str, int, Any]]:
@@ -234,7 +242,7 @@ def _draws(space: Any, real: Tensor, kinds: Sequence[str], controls: int, seed: 
     if "random_matched" in kinds:
         centred = real.double() - mean
         covariance = centred.T @ centred / len(centred)
-        matched = make.random_matched(space, covariance, n=controls, seed=seed, mean=mean)
+        matched = make.random_matched(space, covariance, n=controls, seed=seed)
         out += [("random_matched", i, s) for i, s in enumerate(matched)]
     if "pca" in kinds:
         out.append(("pca", 0, make.pca(real, rank)))
@@ -321,8 +329,11 @@ def _drops(rows: list[dict[str, Any]], values: Tensor, clean: Tensor, chance: fl
 
 def _refits(
     rows: list[dict[str, Any]], spaces: dict[str, Any], acts: Any, batch: Any, label: str, alpha: float, mlp: bool, seed: int
-) -> None:
+) -> Tensor:
+    """Refit probes at every target; their accuracy by position. (target, pos)"""
     from probelens.probing import refit_accuracy
+
+    refits: list[Tensor] = []
 
     for row in rows:
         if row["condition"] != "target":
@@ -331,8 +342,12 @@ def _refits(
         space = spaces[row["site"]]
         remove = getattr(space, "project_out", space)
         ablated = x + alpha * (remove(x) - x)
-        found = refit_accuracy(x, ablated, batch.labels[label], batch.mask, batch.groups, mlp=mlp, seed=seed)
+        found, by_position = refit_accuracy(
+            x, ablated, batch.labels[label], batch.mask, batch.groups, mlp=mlp, seed=seed
+        )
         row.update(found)
+        refits.append(by_position)
+    return torch.stack(refits)
 
 
 def _effects(rows: list[dict[str, Any]], values: Tensor, clean: Tensor, chance: float | None, seed: int) -> None:

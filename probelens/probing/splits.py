@@ -1,0 +1,107 @@
+"""Splitting by sequence: no sequence, and no copy of one, is on two sides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probelens.errors import InputError, ShapeError
+
+__all__ = ["Split", "copies_together", "split_by_group"]
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Which sequences are trained on, chosen by, and tested on.
+
+    Args:
+        train: (n,) bool
+        val: (n,) bool
+        test: (n,) bool
+    """
+
+    train: Tensor
+    val: Tensor
+    test: Tensor
+
+
+def split_by_group(
+    groups: Tensor, fractions: Sequence[float] = (0.6, 0.2, 0.2), seed: int = 0
+) -> Split:
+    """Divide groups at random into train, validation and test.
+
+    Args:
+        groups: Group of each sequence; equal ids stay together. (n,) integers
+        fractions: Shares of the groups.
+        seed: Of the shuffle; the global random state isn't touched.
+
+    Returns:
+        Masks over the sequences.
+
+    Raises:
+        InputError: Fractions that aren't three positive numbers summing to 1, or too few groups.
+
+    Source:
+        Positions of one sequence share its prefix, so splitting rows would test on what was trained on.
+
+    Examples:
+        >>> split = split_by_group(torch.tensor([0, 0, 1, 2, 3, 4]), seed=1)
+        >>> int(split.train.sum() + split.val.sum() + split.test.sum())
+        6
+    """
+    shares = [float(f) for f in fractions]
+    if len(shares) != 3 or min(shares, default=0) <= 0 or abs(sum(shares) - 1) > 1e-6:
+        raise InputError(
+            f"splits={tuple(fractions)}: give three positive fractions that sum to 1, for train, validation "
+            "and test, such as (0.6, 0.2, 0.2)"
+        )
+    unique, ids = torch.unique(groups, return_inverse=True)
+    n = len(unique)
+    n_val, n_test = max(1, round(shares[1] * n)), max(1, round(shares[2] * n))
+    if n < 3 or n - n_val - n_test < 1:
+        raise InputError(
+            f"{n} sequences are too few to split {tuple(shares)}: train, validation and test need one each "
+            "at least, and a few dozen to mean anything. Pass more sequences, or groups that are finer."
+        )
+    order = np.random.default_rng([seed, 0x5B117]).permutation(n)
+    side = np.zeros(n, dtype=np.int64)
+    side[order[:n_test]] = 2
+    side[order[n_test : n_test + n_val]] = 1
+    rows = torch.as_tensor(side, device=ids.device)[ids]
+    return Split(rows == 0, rows == 1, rows == 2)
+
+
+def copies_together(tokens: Tensor, groups: Tensor) -> Tensor:
+    """Groups in which equal sequences are one group.
+
+    Args:
+        tokens: (n, pos)
+        groups: (n,)
+
+    Returns:
+        New group ids. (n,)
+
+    Raises:
+        ShapeError: tokens and groups differ in length.
+
+    Examples:
+        >>> copies_together(torch.tensor([[1, 2], [3, 4], [1, 2]]), torch.tensor([0, 1, 2]))
+        tensor([0, 1, 0])
+    """
+    if len(tokens) != len(groups):
+        raise ShapeError(f"{len(tokens)} token sequences for {len(groups)} groups; they must be as many")
+    _, same = torch.unique(tokens, dim=0, return_inverse=True)
+    _, ids = torch.unique(groups, return_inverse=True)
+    # Lowest label reachable through shared groups and shared texts, by repeated minima.
+    label = torch.arange(len(tokens), device=ids.device)
+    while True:
+        before = label
+        for key in (same, ids):
+            least = torch.full_like(label, len(label)).scatter_reduce(0, key, label, "amin")
+            label = least[key]
+        if torch.equal(before, label):
+            return torch.unique(label, return_inverse=True)[1]
