@@ -11,7 +11,10 @@ from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
 
-__all__ = ["Split", "copies_together", "split_by_group"]
+__all__ = ["FRACTIONS", "Split", "copies_together", "split_by_group"]
+
+FRACTIONS = (0.6, 0.2, 0.2)
+"""Shares of train, validation and test."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,9 +22,9 @@ class Split:
     """Which sequences are trained on, chosen by, and tested on.
 
     Args:
-        train: (n,) bool
-        val: (n,) bool
-        test: (n,) bool
+        train: Indices of sequences, ascending. (n_train,)
+        val: (n_val,)
+        test: (n_test,)
     """
 
     train: Tensor
@@ -29,9 +32,7 @@ class Split:
     test: Tensor
 
 
-def split_by_group(
-    groups: Tensor, fractions: Sequence[float] = (0.6, 0.2, 0.2), seed: int = 0
-) -> Split:
+def split_by_group(groups: Tensor, fractions: Sequence[float] = FRACTIONS, seed: int = 0) -> Split:
     """Divide groups at random into train, validation and test.
 
     Args:
@@ -40,7 +41,7 @@ def split_by_group(
         seed: Of the shuffle; the global random state isn't touched.
 
     Returns:
-        Masks over the sequences.
+        Indices of the sequences.
 
     Raises:
         InputError: Fractions that aren't three positive numbers summing to 1, or too few groups.
@@ -50,8 +51,8 @@ def split_by_group(
 
     Examples:
         >>> split = split_by_group(torch.tensor([0, 0, 1, 2, 3, 4]), seed=1)
-        >>> int(split.train.sum() + split.val.sum() + split.test.sum())
-        6
+        >>> sorted(torch.cat([split.train, split.val, split.test]).tolist())
+        [0, 1, 2, 3, 4, 5]
     """
     shares = [float(f) for f in fractions]
     if len(shares) != 3 or min(shares, default=0) <= 0 or abs(sum(shares) - 1) > 1e-6:
@@ -72,7 +73,7 @@ def split_by_group(
     side[order[:n_test]] = 2
     side[order[n_test : n_test + n_val]] = 1
     rows = torch.as_tensor(side, device=ids.device)[ids]
-    return Split(rows == 0, rows == 1, rows == 2)
+    return Split(*((rows == k).nonzero()[:, 0] for k in range(3)))
 
 
 def copies_together(tokens: Tensor, groups: Tensor) -> Tensor:

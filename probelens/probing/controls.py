@@ -1,0 +1,143 @@
+"""Control tasks: labels that tell nothing, to measure what a probe can memorise.
+
+Hewitt and Liang give each word type a random label. A probe that scores well there scores by memorising.
+Formal tasks have too few tokens for that, so here the type is a window of the last w tokens, w chosen so that
+there are about 256 of them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probelens.errors import InputError, ShapeError
+
+__all__ = ["contexts", "control_labels", "selectivity"]
+
+
+def contexts(
+    tokens: Tensor, n_contexts: int = 256, mask: Tensor | None = None, w: int | None = None
+) -> tuple[Tensor, int]:
+    """Number the windows of the last w tokens at each position.
+
+    Args:
+        tokens: Token ids. (batch, pos)
+        n_contexts: How many different windows are wanted. w is the least with as many, or the one beyond
+            which there are no more.
+        mask: True where a position counts. (batch, pos)
+        w: Length of the windows; None: as above.
+
+    Returns:
+        Ids from 0, hashed down to ``n_contexts`` where there are more, and w. (batch, pos), ()
+
+    Raises:
+        ShapeError: tokens aren't (batch, pos).
+        InputError: n_contexts below 2 or w below 1.
+
+    Examples:
+        >>> ids, w = contexts(torch.tensor([[0, 1, 0, 1, 1, 0]]), n_contexts=4)
+        >>> w, int(ids.max()) + 1
+        (2, 4)
+    """
+    if tokens.ndim != 2:
+        raise ShapeError(f"tokens has shape {tuple(tokens.shape)}; it must be (batch, pos)")
+    if n_contexts < 2 or (w is not None and w < 1):
+        raise InputError(f"n_contexts={n_contexts}, w={w}: at least two contexts and one token are needed")
+    x = tokens.cpu().numpy().astype(np.int64)
+    keep = np.ones(x.shape, bool) if mask is None else mask.cpu().numpy()
+    width = int(x.max(initial=0)) + 2
+    ids, found, back = np.zeros(x.shape, np.int64), 0, 0
+    while back < (x.shape[1] if w is None else min(w, x.shape[1])):
+        shifted = np.full(x.shape, width - 1)  # before the first token
+        shifted[:, back:] = x[:, : x.shape[1] - back]
+        _, flat = np.unique(ids * width + shifted, return_inverse=True)
+        ids = flat.reshape(x.shape)
+        back += 1
+        now = len(np.unique(ids[keep]))
+        if w is None and (now >= n_contexts or now in (found, keep.sum())):
+            break
+        found = now
+    if ids.max(initial=0) >= n_contexts:
+        ids = _hash(ids) % n_contexts
+    return torch.as_tensor(ids, device=tokens.device), back
+
+
+def control_labels(
+    tokens: Tensor,
+    labels: Tensor,
+    mask: Tensor | None = None,
+    *,
+    n_contexts: int = 256,
+    w: int | None = None,
+    seed: int = 0,
+) -> Tensor:
+    """Labels that depend on the last w tokens only, at random, as frequent as the real ones.
+
+    Args:
+        tokens: Token ids. (batch, pos)
+        labels: The real labels, whose frequencies are matched: class ids, or numbers. (batch, pos)
+        mask: True where a label counts. (batch, pos)
+        n_contexts: Number of contexts, as in `contexts`.
+        w: Tokens in a context; None: as many as give that number.
+        seed: Of the assignment.
+
+    Returns:
+        Control labels, of the dtype of ``labels``. (batch, pos)
+
+    Raises:
+        ShapeError: Shapes that differ.
+        InputError: Nothing is left by the mask.
+
+    Source:
+        Hewitt and Liang 2019, arXiv 1909.03368, section 2.
+
+    Examples:
+        >>> tokens = torch.randint(0, 2, (50, 20), generator=torch.Generator().manual_seed(0))
+        >>> control = control_labels(tokens, tokens.cumsum(1) % 2, seed=0)
+        >>> control.shape, control.unique().tolist()
+        (torch.Size([50, 20]), [0, 1])
+    """
+    if labels.shape != tokens.shape:
+        raise ShapeError(f"labels {tuple(labels.shape)} and tokens {tuple(tokens.shape)} must have one shape")
+    ids, _ = contexts(tokens, n_contexts, mask, w)
+    where = ids.cpu().numpy()
+    keep = np.ones(where.shape, bool) if mask is None else mask.cpu().numpy()
+    if not keep.any():
+        raise InputError("no label counts: the mask is False everywhere")
+    rng = np.random.default_rng([seed, 0xC0117])
+    real = labels.cpu().numpy()
+    sizes = np.bincount(where[keep], minlength=int(where.max()) + 1).astype(float)
+    if labels.is_floating_point():
+        drawn = rng.choice(real[keep], size=len(sizes))
+        return torch.as_tensor(drawn[where], device=labels.device).to(labels.dtype)
+    kinds, counts = np.unique(real[keep], return_counts=True)
+    # Large contexts first, each to a class drawn by how much of its share is still open.
+    open_share = counts.astype(float)
+    given = np.zeros(len(sizes), np.int64)
+    for context in np.lexsort((rng.random(len(sizes)), -sizes)):
+        chance = np.clip(open_share, 0, None)
+        chance = chance / chance.sum() if chance.sum() > 0 else counts / counts.sum()
+        pick = rng.choice(len(kinds), p=chance)
+        given[context] = pick
+        open_share[pick] -= sizes[context]
+    return torch.as_tensor(kinds[given[where]], device=labels.device).to(labels.dtype)
+
+
+def selectivity(task: float, control: float) -> float:
+    """Accuracy on the task minus accuracy on its control task.
+
+    Examples:
+        >>> selectivity(0.75, 0.5)
+        0.25
+    """
+    return task - control
+
+
+def _hash(ids: np.ndarray) -> np.ndarray:
+    """A fixed mixing of integers (splitmix64), so that neighbours don't share a bucket."""
+    with np.errstate(over="ignore"):
+        x = ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return ((x ^ (x >> np.uint64(31))) >> np.uint64(1)).astype(np.int64)

@@ -1,0 +1,272 @@
+"""Features with what every fit on them shares: centring, eigendecomposition, projections.
+
+Fitting a probe asks the same features the same questions for every C, label set, control and INLP step.
+`Factorised` answers the costly one once: the eigendecomposition of the Gram matrix, from which the solver
+preconditions any multinomial problem and ridge regression is solved for every penalty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from probelens.errors import InputError, ShapeError
+
+__all__ = ["Factorised", "as_features"]
+
+_CHUNK = 4096  # rows promoted to float64 at once
+_SMALL = 2_000_000  # elements up to which float64 features stay float64
+
+
+@dataclass(frozen=True, eq=False)
+class Factorised:
+    """Centred, perhaps scaled features and the eigendecomposition of their Gram matrix.
+
+    Make one with `Factorised.of`; `fit_path` and `ridge_path` accept it in place of the features. What they
+    return is in the space of the features as given: means and scales are folded back in.
+
+    Args:
+        x: Centred and scaled features, in the dtype of the fit. (n, d)
+        mean: What was subtracted. (d,)
+        scale: What was divided by, ones without standardising. (d,)
+        weight: Weight of each row, None for ones. (n,)
+        values: Eigenvalues of the weighted Gram matrix above rounding error. (r,)
+        vectors: Their eigenvectors, as columns. (d, r)
+        gram: The weighted Gram matrix; None where n < d, where it is not formed. (d, d)
+        removed: Orthonormal rows spanning what was projected out, on the scale of x. (k, d)
+        fit_intercept: Whether the features are centred.
+
+    Units:
+        Memory: one copy of the features, plus d² numbers in float64.
+
+    Examples:
+        >>> x = torch.randn(100, 5, generator=torch.Generator().manual_seed(0))
+        >>> shared = Factorised.of(x)
+        >>> shared.n, shared.d
+        (100, 5)
+    """
+
+    x: Tensor
+    mean: Tensor
+    scale: Tensor
+    weight: Tensor | None
+    values: Tensor
+    vectors: Tensor
+    gram: Tensor | None
+    removed: Tensor | None
+    fit_intercept: bool
+    _source: Tensor
+    _exact: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        X: Any,
+        sample_weight: Any = None,
+        *,
+        fit_intercept: bool = True,
+        standardize: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> Factorised:
+        """Centre and factorise features.
+
+        Args:
+            X: Features, a tensor or an array. (n, d)
+            sample_weight: Non-negative weight of each row. (n,)
+            fit_intercept: Centre the features. Off, models go through the origin.
+            standardize: Divide each feature by its standard deviation, so that a penalty treats all alike.
+            dtype: Dtype of the products: float32 or float64. None: float64 for small float64 features,
+                float32 otherwise.
+
+        Returns:
+            The factorised features, on the device of X.
+
+        Raises:
+            ShapeError: X isn't two-dimensional or the weights don't fit it.
+            InputError: No rows, NaN or infinity, or weights that are negative or sum to zero.
+        """
+        source = as_features(X)
+        weight = _weights(sample_weight, source)
+        total = float(len(source)) if weight is None else float(weight.sum())
+        if dtype is None:
+            small = source.dtype == torch.float64 and source.numel() <= _SMALL
+            dtype = torch.float64 if small else torch.float32
+        mean, scale = _moments(source, weight, total)
+        if not fit_intercept:
+            mean = torch.zeros_like(mean)
+        if not standardize:
+            scale = torch.ones_like(scale)
+        x = torch.empty(source.shape, dtype=dtype, device=source.device)
+        for rows in _chunks(len(source)):
+            x[rows] = ((source[rows].double() - mean) / scale).to(dtype)
+        values, vectors, gram = _eigen(x, weight)
+        return cls(x, mean, scale, weight, values, vectors, gram, None, fit_intercept, source)
+
+    @property
+    def n(self) -> int:
+        """Rows."""
+        return self.x.shape[0]
+
+    @property
+    def d(self) -> int:
+        """Features."""
+        return self.x.shape[1]
+
+    @property
+    def total(self) -> float:
+        """Sum of the weights."""
+        return float(self.n) if self.weight is None else float(self.weight.sum())
+
+    def at(self, dtype: torch.dtype) -> Tensor:
+        """The centred features in another dtype; a float64 copy is made once and kept. (n, d)"""
+        if dtype == self.x.dtype:
+            return self.x
+        key = str(dtype)
+        if key not in self._exact:
+            source = self._source.double()
+            self._exact[key] = ((source - self.mean) / self.scale).to(dtype)
+        return self._exact[key]
+
+    def project_out(self, basis: Tensor, *, refactor: bool = False) -> Factorised:
+        """The same features without a subspace, as in INLP; no copy of the features is made.
+
+        A fit on x(I − QᵀQ) is a fit on x whose weights are kept in the complement of Q: so the features
+        stay, and weights and gradients are projected.
+
+        Args:
+            basis: Directions to remove in the space of the features as given, in addition to those
+                removed already. (k, d)
+            refactor: Recompute the eigendecomposition, O(d³). Without it the old one is projected: a
+                slightly worse preconditioner at no cost, which pays for a few dozen directions.
+
+        Returns:
+            Features that share this one's memory.
+
+        Raises:
+            ShapeError: The directions have another width.
+
+        Examples:
+            >>> x = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
+            >>> Factorised.of(x).project_out(torch.eye(3)[:1]).removed.shape
+            torch.Size([1, 3])
+        """
+        if basis.ndim != 2 or basis.shape[1] != self.d:
+            raise ShapeError(
+                f"basis has shape {tuple(basis.shape)}; it must be (k, {self.d}), directions in rows"
+            )
+        # Weights u of the given features are w / scale: u ⟂ q means w ⟂ q / scale.
+        rows = basis.to(self.mean) / self.scale
+        if self.removed is not None:
+            rows = torch.cat([self.removed, rows])
+        removed = _orthonormal(rows)
+        if not refactor:
+            return replace(self, removed=removed)
+        if self.gram is not None:
+            gram = self.gram - (self.gram @ removed.T) @ removed
+            gram = gram - removed.T @ (removed @ gram)
+            values, vectors = _keep(*torch.linalg.eigh((gram + gram.T) / 2))
+        else:
+            cut = removed.to(self.x.dtype)
+            values, vectors, _ = _eigen(self.x - (self.x @ cut.T) @ cut, self.weight)
+        return replace(self, removed=removed, values=values, vectors=vectors)
+
+    def cross(self, columns: Tensor) -> Tensor:
+        """columnsᵀ x, summed in float64. (k, d)"""
+        out = torch.zeros(columns.shape[1], self.d, dtype=torch.float64, device=self.x.device)
+        for rows in _chunks(self.n):
+            out += columns[rows].double().T @ self.x[rows].double()
+        return out
+
+    def restrict(self, weights: Tensor) -> Tensor:
+        """Weights or gradients with the removed directions taken out. (k, d)"""
+        if self.removed is None:
+            return weights
+        cut = self.removed.to(weights.dtype)
+        return weights - (weights @ cut.T) @ cut
+
+
+def as_features(X: Any) -> Tensor:
+    """A finite floating (n, d) tensor of anything array-like; tensors keep their memory and device."""
+    x = X.detach() if isinstance(X, Tensor) else torch.as_tensor(X)
+    if x.ndim != 2:
+        raise ShapeError(
+            f"X has shape {tuple(x.shape)}; it must be (n, d), one row per observation. "
+            "Flatten (n, pos, d) with x.reshape(-1, x.shape[-1])."
+        )
+    if x.numel() == 0:
+        raise InputError(
+            f"X has shape {tuple(x.shape)}: there is nothing to fit. Check the mask and the split."
+        )
+    if not x.is_floating_point():
+        x = x.to(torch.get_default_dtype() if x.dtype == torch.bool else torch.float64)
+    for rows in _chunks(len(x)):
+        if not bool(torch.isfinite(x[rows]).all()):
+            bad = (~torch.isfinite(x)).any(1).nonzero()[:, 0]
+            raise InputError(
+                f"X has NaN or infinity in {len(bad)} of {len(x)} rows, first in row {int(bad[0])}. "
+                "Check the model's output, or mask these rows."
+            )
+    return x
+
+
+def _weights(sample_weight: Any, x: Tensor) -> Tensor | None:
+    if sample_weight is None:
+        return None
+    weight = torch.as_tensor(sample_weight, device=x.device).detach().double()
+    if weight.shape != x.shape[:1]:
+        raise ShapeError(
+            f"sample_weight has shape {tuple(weight.shape)}; it must be ({len(x)},), one per row"
+        )
+    if not bool(torch.isfinite(weight).all()) or bool((weight < 0).any()) or float(weight.sum()) <= 0:
+        raise InputError("sample_weight must be finite, not negative, and not all zero")
+    return weight
+
+
+def _moments(x: Tensor, weight: Tensor | None, total: float) -> tuple[Tensor, Tensor]:
+    """Weighted mean and standard deviation of each feature; 1 in place of a deviation of 0."""
+    first = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
+    second = torch.zeros_like(first)
+    for rows in _chunks(len(x)):
+        part = x[rows].double()
+        first += part.sum(0) if weight is None else weight[rows] @ part
+    mean = first / total
+    for rows in _chunks(len(x)):
+        part = (x[rows].double() - mean).square()
+        second += part.sum(0) if weight is None else weight[rows] @ part
+    deviation = (second / total).sqrt()
+    constant = deviation <= 1e-12 * mean.abs().clamp(min=1e-150)
+    return mean, torch.where(constant, 1.0, deviation)
+
+
+def _eigen(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Eigenvalues, eigenvectors and, where it is the smaller one, the Gram matrix, in float64."""
+    n, d = x.shape
+    root = None if weight is None else weight.sqrt()
+    if n >= d:
+        gram = torch.zeros(d, d, dtype=torch.float64, device=x.device)
+        for rows in _chunks(n):
+            part = x[rows].double() if root is None else x[rows].double() * root[rows, None]
+            gram.addmm_(part.T, part)
+        return *_keep(*torch.linalg.eigh(gram)), gram
+    # Fewer rows than features: the n × n matrix has the same nonzero eigenvalues.
+    rows64 = x.double() if root is None else x.double() * root[:, None]
+    values, left = _keep(*torch.linalg.eigh(rows64 @ rows64.T))
+    return values, (rows64.T @ left) / values.sqrt(), None
+
+
+def _keep(values: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    floor = values[-1].clamp(min=0) * 1e-13
+    keep = values > floor
+    return values[keep], vectors[:, keep]
+
+
+def _orthonormal(rows: Tensor) -> Tensor:
+    _, size, basis = torch.linalg.svd(rows, full_matrices=False)
+    return basis[size > size.max().clamp(min=1e-300) * 1e-10]
+
+
+def _chunks(n: int) -> list[slice]:
+    return [slice(start, min(start + _CHUNK, n)) for start in range(0, n, _CHUNK)]

@@ -1,0 +1,174 @@
+"""A small MLP probe: finds what is there in a form that no linear probe reads."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from probelens.errors import InputError, ShapeError
+from probelens.probing.factor import as_features
+
+__all__ = ["MLPProbe", "mlp_accuracy"]
+
+Rows = tuple[Tensor, Tensor]
+
+
+@dataclass(eq=False)
+class MLPProbe:
+    """One hidden layer, trained with Adam, stopped when validation loss no longer falls.
+
+    Deterministic: everything random comes from ``seed``, and the global random state isn't touched. Features
+    are standardised on the training rows.
+
+    Args:
+        hidden: Width of the hidden layer.
+        lr: Learning rate.
+        batch_size: Rows per step.
+        max_epochs: Passes over the training rows at most.
+        patience: Epochs without a lower validation loss before it stops.
+        weight_decay: Decoupled weight decay.
+        seed: Of the initial weights and the order of the rows.
+
+    Attributes:
+        val_loss_: Validation loss in nats at the weights kept.
+        n_epochs_: Epochs run.
+
+    Source:
+        Used as the check for non-linear residue after a linear erasure, Ravfogel et al. 2020,
+        arXiv 2004.07667, section 5.
+
+    Examples:
+        >>> x = torch.randn(600, 2, generator=torch.Generator().manual_seed(0))
+        >>> y = ((x[:, 0] > 0) ^ (x[:, 1] > 0)).long()
+        >>> MLPProbe().fit(x[:400], y[:400], x[400:500], y[400:500]).score(x[500:], y[500:]) > 0.9
+        True
+    """
+
+    hidden: int = 64
+    lr: float = 3e-3
+    batch_size: int = 256
+    max_epochs: int = 60
+    patience: int = 5
+    weight_decay: float = 1e-3
+    seed: int = 0
+
+    def fit(self, X: Any, y: Any, X_val: Any, y_val: Any, n_classes: int | None = None) -> MLPProbe:
+        """Train on some rows, stop by others.
+
+        Args:
+            X: Features. (n, d)
+            y: Class ids from 0. (n,)
+            X_val: Features to stop by. (n_val, d)
+            y_val: Their class ids. (n_val,)
+            n_classes: Number of classes; None: one more than the largest id.
+
+        Returns:
+            The probe itself.
+
+        Raises:
+            InputError: One class only, no rows, or NaN.
+            ShapeError: Labels or widths that don't fit.
+        """
+        x, x_val = as_features(X).float(), as_features(X_val).float()
+        labels, labels_val = _ids(y, x, "y"), _ids(y_val, x_val, "y_val")
+        if x.shape[1] != x_val.shape[1]:
+            raise ShapeError(f"X has {x.shape[1]} features and X_val {x_val.shape[1]}; they must agree")
+        if len(labels.unique()) < 2:
+            raise InputError(f"y has one class only, {int(labels[0])}; a probe needs at least two")
+        self.n_classes_ = n_classes or int(max(labels.max(), labels_val.max())) + 1
+        self.mean_ = x.mean(0)
+        self.scale_ = x.std(0, correction=0)
+        self.scale_ = torch.where(self.scale_ > 1e-12 * (1 + self.mean_.abs()), self.scale_, 1.0)
+        x, x_val = (x - self.mean_) / self.scale_, (x_val - self.mean_) / self.scale_
+
+        rng = torch.Generator().manual_seed(self.seed)
+        weights = [w.to(x.device).requires_grad_() for w in self._initial(x.shape[1], rng)]
+        optimiser = torch.optim.AdamW(weights, lr=self.lr, weight_decay=self.weight_decay)
+        best, kept, waited = math.inf, [w.detach().clone() for w in weights], 0
+        for epoch in range(self.max_epochs):
+            order = torch.randperm(len(x), generator=rng).to(x.device)
+            with torch.enable_grad():
+                for rows in order.split(self.batch_size):
+                    loss = F.cross_entropy(_forward(x[rows], weights), labels[rows])
+                    optimiser.zero_grad(set_to_none=True)
+                    loss.backward()
+                    optimiser.step()
+            with torch.no_grad():
+                now = float(F.cross_entropy(_forward(x_val, weights), labels_val))
+            self.n_epochs_ = epoch + 1
+            if now < best - 1e-4:
+                best, kept, waited = now, [w.detach().clone() for w in weights], 0
+            else:
+                waited += 1
+                if waited >= self.patience:
+                    break
+        self.weights_, self.val_loss_ = kept, best
+        return self
+
+    def logits(self, X: Any) -> Tensor:
+        """Logits of every class. (n, n_classes)"""
+        x = as_features(X).float()
+        if x.shape[1] != len(self.mean_):
+            raise ShapeError(f"X has {x.shape[1]} features; the probe was fitted on {len(self.mean_)}")
+        with torch.no_grad():
+            return _forward((x - self.mean_) / self.scale_, self.weights_)
+
+    def predict(self, X: Any) -> Tensor:
+        """The most likely class of each row. (n,)"""
+        return self.logits(X).argmax(1)
+
+    def score(self, X: Any, y: Any) -> float:
+        """Accuracy."""
+        guess = self.predict(X)
+        return float((guess == _ids(y, guess, "y")).float().mean())
+
+    def _initial(self, d: int, rng: torch.Generator) -> list[Tensor]:
+        hidden = torch.randn(self.hidden, d, generator=rng) * math.sqrt(2 / d)
+        out = torch.randn(self.n_classes_, self.hidden, generator=rng) * math.sqrt(1 / self.hidden)
+        return [hidden, torch.zeros(self.hidden), out, torch.zeros(self.n_classes_)]
+
+
+def mlp_accuracy(train: Rows, val: Rows, test: Rows, *, seed: int = 0, hidden: int = 64) -> float:
+    """Test accuracy of an MLP probe.
+
+    Args:
+        train: Features (n, d) and class ids (n,) to train on.
+        val: The same, to stop by.
+        test: The same, to score.
+        seed: Of the probe.
+        hidden: Width of the hidden layer.
+
+    Returns:
+        Accuracy on the test rows.
+
+    Raises:
+        InputError: One class only in train, no rows, or NaN.
+        ShapeError: Labels or widths that don't fit.
+
+    Examples:
+        >>> x = torch.randn(300, 3, generator=torch.Generator().manual_seed(0))
+        >>> y = (x[:, 0] > 0).long()
+        >>> mlp_accuracy((x[:200], y[:200]), (x[200:250], y[200:250]), (x[250:], y[250:])) > 0.9
+        True
+    """
+    classes = int(max(y.max() for _, y in (train, val, test))) + 1
+    return MLPProbe(hidden=hidden, seed=seed).fit(*train, *val, n_classes=classes).score(*test)
+
+
+def _forward(x: Tensor, weights: list[Tensor]) -> Tensor:
+    hidden, bias, out, out_bias = weights
+    return F.linear(F.gelu(F.linear(x, hidden, bias)), out, out_bias)
+
+
+def _ids(y: Any, x: Tensor, name: str) -> Tensor:
+    ids = torch.as_tensor(y, device=x.device)
+    if ids.shape != x.shape[:1]:
+        raise ShapeError(f"{name} has shape {tuple(ids.shape)}; it must be ({len(x)},), one per row")
+    if ids.is_floating_point():
+        raise InputError(f"{name} has dtype {ids.dtype}; class ids must be integers. Use .long().")
+    return ids.long()
