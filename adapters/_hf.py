@@ -51,6 +51,20 @@ def join(*parts: str) -> str:
     return ".".join(p for p in parts if p)
 
 
+def _grouped(config: Any, heads: int) -> int | None:
+    shared = getattr(config, "num_key_value_heads", None)
+    return int(shared) if isinstance(shared, int) and 0 < shared != heads else None
+
+
+def _mlp_width(config: Any, width: int) -> int:
+    for key in ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim"):
+        found = getattr(config, key, None)
+        if isinstance(found, int):
+            return found
+    # GPT-2's n_inner=None means four times the width.
+    return 4 * width if hasattr(config, "n_inner") else 0
+
+
 class HFAdapter(Adapter):
     """Blocks, embedding, final norm and unembedding of a transformers decoder.
 
@@ -93,6 +107,8 @@ class HFAdapter(Adapter):
             d_vocab=int(getattr(embed, "num_embeddings", 0) or 0),
             n_heads=heads,
             d_head=int(getattr(text, "head_dim", None) or (width // heads if heads else 0)),
+            n_key_value_heads=_grouped(text, heads),
+            d_mlp=_mlp_width(text, width) if heads else 0,
             n_ctx=int(getattr(text, "max_position_embeddings", 0) or 0),
             d_vocab_out=int(getattr(head, "out_features", 0) or 0),
             model_name=str(getattr(self.config, "_name_or_path", "") or type(module).__name__),

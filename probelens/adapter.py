@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from probelens.errors import InputError, ShapeError
-from probelens.hooks import HookPoint, Site, Tap, pick, put
+from probelens.hooks import HookPoint, Site, Switchboard, Tap, attach_to_module, pick, put
 
 if TYPE_CHECKING:
     from probelens.model import HookedModel
@@ -37,6 +37,8 @@ class ModelConfig:
         d_vocab: Number of input token ids; 0 for models that don't take tokens.
         n_heads: Attention heads; 0 where there is no attention.
         d_head: Width of one head.
+        n_key_value_heads: Heads of keys and values where grouped queries share them; None elsewhere.
+        d_mlp: Width inside the MLP; 0 if there is none.
         n_ctx: Longest sequence the model takes; 0 for no limit.
         d_vocab_out: Number of logits.
         model_name: Class or hub name.
@@ -49,6 +51,8 @@ class ModelConfig:
     d_vocab: int = 0
     n_heads: int = 0
     d_head: int = 0
+    n_key_value_heads: int | None = None
+    d_mlp: int = 0
     n_ctx: int = 0
     d_vocab_out: int = 0
     model_name: str = ""
@@ -160,6 +164,18 @@ class Adapter:
         """Why a point that other architectures have is absent here, or None."""
         return None
 
+    def find(self, name: str) -> HookPoint | None:
+        """A point that isn't advertised but can be hooked under a name of the backend's own, or None."""
+        return None
+
+    def attach(self, board: Switchboard, point: HookPoint) -> Sequence[Any]:
+        """Make the model call ``board.fire(point.name, tensor)`` at a boundary point.
+
+        Returns:
+            Handles whose ``remove()`` undoes it.
+        """
+        return attach_to_module(board, point)
+
     def boundary(
         self, name: str, path: str, side: Any, *, axes: Sequence[str] = RESID,
         aliases: Sequence[str] = (), note: str = "", **site: Any,
@@ -234,6 +250,10 @@ class Adapter:
                 )
             extra = {**extra, "attention_mask": mask}
         return Call((tokens,), extra, tokens if not tokens.is_floating_point() else None, mask)
+
+    def run(self, call: Call) -> Any:
+        """Call the module, and give back what it returned."""
+        return self.module(*call.args, **call.kwargs)
 
     def resid_call(self, resid: Tensor, mask: Tensor | None, extra: dict[str, Any]) -> Call:
         """Arguments for a run whose residual is put in by ``starting_at``: only shapes matter."""
@@ -341,7 +361,7 @@ class Adapter:
             call = self.call(torch.zeros(1, 1, dtype=torch.long, device=self.device()), None, {})
             try:
                 with torch.no_grad(), self.stopping_at(min(1, len(self.blocks))):
-                    self.module(*call.args, **call.kwargs)
+                    self.run(call)
             except StopForward:
                 pass
             finally:

@@ -415,13 +415,13 @@ class Switchboard:
                 self._deinstrument(path)
 
     def _install(self, point: HookPoint) -> None:
-        if point.site is None:
+        if point.kind == "interior":
             self._instrument(point.module)
             return
-        self._handles[point.name] = _attach(self, point.name, point.site)
+        self._handles[point.name] = list(self.adapter.attach(self, point))
 
     def _uninstall(self, point: HookPoint) -> None:
-        if point.site is None:
+        if point.kind == "interior":
             self._deinstrument(point.module)
             return
         for handle in self._handles.pop(point.name, ()):
@@ -447,7 +447,10 @@ class Switchboard:
             context.__exit__(None, None, None)
 
 
-def _attach(board: Switchboard, name: str, site: Site) -> list[Any]:
+def attach_to_module(board: Switchboard, point: HookPoint) -> list[Any]:
+    """PyTorch hooks on the module at ``point.site`` that fire the point; their handles."""
+    name, site = point.name, point.site
+    assert site is not None, f"{name!r} is a boundary point without a site"
     module = board.root.get_submodule(site.path)
     moved: dict[int, Tensor] = {}
 

@@ -112,6 +112,9 @@ class HookedModel:
         name = self.alias(name)
         if name in self._points:
             return self._points[name]
+        own = self.adapter.find(name)
+        if own is not None:
+            return own
         path, _, side = name.rpartition(".hook_")
         if side in ("in", "out") and self._has_module(path):
             return HookPoint(name, "boundary", (), path, site=Site(path, side))  # type: ignore[arg-type]
@@ -360,7 +363,7 @@ class HookedModel:
                     starting = self.adapter.starting_at(start, inputs.to(self.adapter.device()))
                     stack.enter_context(starting)
             try:
-                raw = self.module(*call.args, **call.kwargs)
+                raw = self.adapter.run(call)
             except StopForward as stopped:
                 return stopped.resid
         if return_type is None:
