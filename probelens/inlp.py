@@ -114,7 +114,7 @@ def inlp(
 
     Raises:
         ShapeError: Labels, groups or mask that don't fit.
-        InputError: One class in the training rows, or fewer than five sequences.
+        InputError: One class in the training rows, or too few sequences to split.
 
     Units:
         Memory: two float32 copies of the training rows. Time: one factorisation O(n d²) and, per
@@ -191,6 +191,8 @@ class _Rows:
 
     @classmethod
     def of(cls, X: Any, y: Any, groups: Any, mask: Any, seed: int) -> _Rows:
+        from probelens.probing.splits import split_by_group
+
         x = torch.as_tensor(X)
         lead = x.shape[:-1]
         if groups is None:
@@ -200,15 +202,10 @@ class _Rows:
         if labels.ndim != 1 or labels.is_floating_point():
             raise InputError("class ids must be integers, one per row")
         classes, labels = labels.to(x.device).unique(return_inverse=True)
-        names, ids = ids.to(x.device).unique(return_inverse=True)
-        if len(names) < 5:
-            raise InputError(f"a 60/20/20 split needs at least five sequences, got {len(names)}")
-        order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed)).to(x.device)
-        cuts = [round(0.6 * len(names)), round(0.8 * len(names))]
-        parts = {}
-        for name, part in zip(("train", "val", "test"), order.tensor_split(cuts)):
-            here = torch.isin(ids, part).nonzero()[:, 0]
-            parts[name] = (x[here].float(), labels[here])
+        parts = {
+            name: (x[rows].float(), labels[rows])
+            for name, rows in vars(split_by_group(ids.to(x.device), seed=seed)).items()
+        }
         if len(parts["train"][1].unique()) < 2:
             raise InputError("the training rows hold one class only: there is nothing to remove")
         return cls(parts, len(classes))

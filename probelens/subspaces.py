@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probelens._matched import matched_frames
 from probelens._subspace import Subspace, orthonormal_rows
 from probelens.erasure import Eraser, LeaceFitter, flat_rows, leace, wide
 from probelens.errors import InputError, ShapeError
@@ -37,7 +38,14 @@ _CHUNK = 8192
 
 
 def from_probe(
-    probe: Any, mean: Tensor, scale: Tensor | None = None, *, rank: int | None = None, label: str = "probe"
+    probe: Any,
+    mean: Tensor | None = None,
+    scale: Tensor | None = None,
+    *,
+    site: str | None = None,
+    label: str | None = None,
+    seed: int | None = None,
+    rank: int | None = None,
 ) -> Subspace:
     """The row space of a linear probe, in the space of the activations.
 
@@ -46,21 +54,27 @@ def from_probe(
     the rank is at most classes − 1.
 
     Args:
-        probe: Rows (class, d), one row (1, d) or (d,) for two classes, or anything with ``coef_``.
-        mean: Mean activation, around which ``project_out`` works. (d,)
-        scale: Standard deviation by which each feature was divided before the fit. (d,)
+        probe: A ``ProbeResult``; rows (class, d); one row (1, d) or (d,) for two classes; or anything
+            with ``coef_``, such as a ``LinearProbe``.
+        mean: Mean activation, around which ``project_out`` works; default, for a ``ProbeResult``
+            only: that of its training rows. (d,)
+        scale: Standard deviation by which each feature was divided before the fit; none for a
+            ``ProbeResult``, which has its rows in raw space already. (d,)
+        site: Which site of a ``ProbeResult``; may be left out when there is one.
+        label: Which label of a ``ProbeResult``, and the subspace's name; default "probe".
+        seed: Which seed of a ``ProbeResult``; default: the first.
         rank: Keep only the directions in which the rows differ most.
-        label: Name.
 
     Returns:
         Largest direction first.
 
     Raises:
         ShapeError: Rows, mean or scale that don't fit together.
-        InputError: Rows that are all equal: a probe without any direction.
+        InputError: Rows that are all equal: a probe without any direction; no mean; or no such
+            probe in the result.
 
     Source:
-        Row mean and rank: Elazar et al. 2021, arXiv 2006.00995, section 3 (for the rows of INLP).
+        Row space and rank: Ravfogel et al. 2020, arXiv 2004.07667, section 4.
 
     Examples:
         >>> from_probe(torch.tensor([[2.0, 0.0], [0.0, 0.0]]), mean=torch.zeros(2)).basis.abs()
@@ -68,7 +82,16 @@ def from_probe(
         >>> from_probe(torch.tensor([3.0, 3.0]), torch.zeros(2), scale=torch.tensor([1.0, 1e6])).rank
         1
     """
-    rows = wide(torch.as_tensor(getattr(probe, "coef_", probe)).detach())
+    rows = getattr(probe, "coef_", probe)
+    if isinstance(getattr(probe, "sites", None), list):
+        if site is None and len(probe.sites) != 1:
+            raise InputError(f"the result has {len(probe.sites)} sites: give site=, one of {probe.sites[:5]}")
+        where = probe.sites[0] if site is None else site
+        rows = probe.coef(where, label, seed)
+        mean = probe.mean(where, seed) if mean is None else mean
+    if mean is None:
+        raise InputError("give mean=, the mean activation: project_out sets the directions to it")
+    rows = wide(torch.as_tensor(rows).detach())
     rows = rows[None] if rows.ndim == 1 else rows
     centre = wide(torch.as_tensor(mean))
     if rows.ndim != 2 or centre.shape != rows.shape[1:]:
@@ -85,7 +108,7 @@ def from_probe(
     basis = orthonormal_rows(rows)
     if not len(basis):
         raise InputError("the rows of the probe are all equal, so they point nowhere: was it fitted?")
-    return Subspace(_cut(basis, rank), centre, label)
+    return Subspace(_cut(basis, rank), centre, "probe" if label is None else label)
 
 
 def mean_difference(
@@ -317,7 +340,7 @@ def random_matched(
         raise InputError("the target removes no variance: its directions are constant over the activations")
     gen = torch.Generator().manual_seed(seed)
     frames = torch.randn(n, d, rank, generator=gen, dtype=torch.float64).to(values.device)
-    rows = [vectors @ frame for frame in _matched_frames(frames, values, wanted, tol)]
+    rows = [vectors @ frame for frame in matched_frames(frames, values, wanted, tol)]
     centre = target.mean if mean is None else mean
     found = [Subspace(q.mT.contiguous(), centre, label) for q in rows]
     got = [q.variance_removed(covariance) for q in found]
@@ -370,52 +393,6 @@ def moments(X: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     if not bool(torch.isfinite(covariance).all()):
         raise InputError("activations hold NaN or infinity: mask those rows")
     return mean, covariance / len(x)
-
-
-def _matched_frames(frames: Tensor, values: Tensor, wanted: float, tol: float) -> Tensor:
-    """Orthonormal frames in the eigenbasis, (n, d, rank), of which each has the wanted variance."""
-    n, _, rank = frames.shape
-    log = values.clamp(min=float(values[0]) * 1e-14).log()
-    # For each sign of β the span is written as [I; Z] with I on the rows that grow fastest: then no entry
-    # ever overflows, and the limit β → ∞ is those rows themselves.
-    start = _variance(frames, values)
-    up = (start < wanted)[:, None, None]
-    ordered = torch.where(up, frames, frames.flip(1))
-    ordered_log = torch.where(up[:, 0], log, -log.flip(0))
-    ordered_values = torch.where(up[:, 0], values, values.flip(0))
-    rest = ordered[:, rank:] @ torch.linalg.inv(ordered[:, :rank])
-    gain = ordered_log[:, rank:, None] - ordered_log[:, None, :rank]  # never positive
-    eye = torch.eye(rank, dtype=frames.dtype, device=frames.device).expand(n, rank, rank)
-
-    def at(beta: Tensor) -> Tensor:
-        return torch.cat([eye, rest * (0.5 * beta[:, None, None] * gain).exp()], dim=1)
-
-    def short(beta: Tensor) -> Tensor:
-        """Whether the frames have not yet reached the wanted variance on their way to the end."""
-        variance = _variance(at(beta), ordered_values)
-        return torch.where(up[:, 0, 0], variance < wanted, variance > wanted)
-
-    low, high = torch.zeros(n).to(log), torch.ones(n).to(log)
-    for _ in range(40):
-        far = short(high)
-        if not bool(far.any()):
-            break
-        low, high = torch.where(far, high, low), torch.where(far, 2 * high, high)
-    for _ in range(60):
-        middle = (low + high) / 2
-        far = short(middle)
-        low, high = torch.where(far, middle, low), torch.where(far, high, middle)
-        if bool(((_variance(at(low), ordered_values) / wanted - 1).abs() < 0.01 * tol).all()):
-            break
-    basis = torch.linalg.qr(at(low)).Q
-    return torch.where(up, basis, basis.flip(1))
-
-
-def _variance(frames: Tensor, values: Tensor) -> Tensor:
-    """tr QΛQᵀ of the spans of frames that need not be orthonormal. (n, d, rank) -> (n,)"""
-    gram = frames.mT @ frames
-    inner = frames.mT @ (values[..., :, None] * frames)
-    return torch.linalg.solve(gram, inner).diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
 def _eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:

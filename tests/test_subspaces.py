@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from probelens import subspaces as sub
-from probelens.errors import InputError, ShapeError
+from probelens.errors import InputError, ShapeError, UnknownHookError
+from probelens.probing import LinearProbe, probe, split_by_group
 from probelens.subspaces import Inlp, Subspace
 
 
@@ -123,10 +124,31 @@ def test_a_projected_probe_reads_a_constant():
     assert np.ptp(probe.decision_function(scaler.transform(x)), axis=0).max() > 1
 
 
+def test_a_probe_result_gives_its_rows_and_mean_by_site_and_label():
+    x = gaussian(600).view(60, 10, 12)
+    labels = {"a": (x[..., 0] > x[..., 0].mean()).long(), "b": torch.arange(600).view(60, 10) % 3}
+    acts = {"one": x, "two": x.flip(-1)}
+    result = probe(acts, labels, Cs=[0.1])
+    space = sub.from_probe(result, site="two", label="a")
+    assert space.rank == 1
+    assert space.label == "a"
+    assert int(space.basis[0].abs().argmax()) == 11
+    assert sub.from_probe(result, site="one", label="b").rank == 2
+    torch.testing.assert_close(space.mean, x.flip(-1).reshape(-1, 12).double().mean(0), rtol=0, atol=0.3)
+    with pytest.raises(InputError, match="site="):
+        sub.from_probe(result, label="a")
+    with pytest.raises(UnknownHookError, match="three"):
+        sub.from_probe(result, site="three", label="a")
+    fitted = LinearProbe().fit(x.reshape(-1, 12), labels["b"].reshape(-1))
+    assert sub.from_probe(fitted, x.reshape(-1, 12).mean(0)).rank == 2
+    with pytest.raises(InputError, match="mean="):
+        sub.from_probe(fitted)
+
+
 def test_a_binary_row_is_not_centred_away():
     row = torch.tensor([[3.0, 4.0]])
-    for probe in (row, row[0], row.numpy()):
-        torch.testing.assert_close(sub.from_probe(probe, torch.zeros(2)).basis.abs(), row.double() / 5)
+    for rows in (row, row[0], row.numpy()):
+        torch.testing.assert_close(sub.from_probe(rows, torch.zeros(2)).basis.abs(), row.double() / 5)
     with pytest.raises(InputError, match="point nowhere"):
         sub.from_probe(torch.ones(3, 2), torch.zeros(2))
 
@@ -418,9 +440,7 @@ def test_inlp_finds_the_span_of_scikit_learns_loop():
     x, y, groups = planted(noise=0.3)
     ours = sub.inlp(x, y, groups, Cs=1.0, tol=1e-8, max_rank=3)
     # The same training rows, standardised once, penalty on the weights over standardised features.
-    names, ids = groups.unique(return_inverse=True)
-    order = torch.randperm(len(names), generator=torch.Generator().manual_seed(0))
-    train = torch.isin(ids, order[: round(0.6 * len(names))])
+    train = split_by_group(groups, seed=0).train
     xt, yt = x[train].double(), y[train]
     mean, scale = xt.mean(0), xt.std(0, correction=0)
     removed = torch.zeros(0, x.shape[1]).double()
@@ -448,7 +468,7 @@ def test_inlp_round_trips_and_follows_its_seed(tmp_path):
 @pytest.mark.parametrize(
     ("words", "call"),
     [
-        ("five sequences", lambda x, y: sub.inlp(x[:3], y[:3])),
+        ("too few to split", lambda x, y: sub.inlp(x[:2], y[:2])),
         ("one class", lambda x, y: sub.inlp(x, torch.zeros_like(y))),
         ("integers", lambda x, y: sub.inlp(x, y.float())),
         ("max_rank", lambda x, y: sub.inlp(x, y, max_rank=99)),
