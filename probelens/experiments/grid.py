@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from probelens.errors import InputError
+from probelens.experiments.status import watching
 from probelens.experiments.store import Row, Store, cell_key
-from probelens.progress import progress_bar
 
 __all__ = ["GridReport", "RunCell", "run_grid"]
 
@@ -59,7 +59,7 @@ def run_grid(
             None for processes on this machine.
         workers: Processes of the local executor; None for one a core. 1 runs in this process.
         threads: torch threads of each local process.
-        progress: Show a progress bar.
+        progress: Show a line for each cell; ``config["name"]`` is what it is called.
 
     Returns:
         What ran, what was there, what failed and why.
@@ -77,11 +77,11 @@ def run_grid(
     if not todo:
         return report
     workers = min(workers or os.cpu_count() or 1, len(todo))
-    with progress_bar(len(todo), "cells", progress) as bar:
+    names = {str(config.get("name", key)): store.cell(key) for key, config in todo}
+    with watching(names, progress):
         if executor is None and workers == 1:
             for key, config in todo:
                 _note(report, key, *_guarded(run_cell, config, store.folder, key, None))
-                bar.update(1)
             return report
         owned = None
         if executor is None:
@@ -99,7 +99,6 @@ def run_grid(
                     _note(report, key, "".join(traceback.format_exception(error)))
                 else:
                     _note(report, key, future.result()[0])
-                bar.update(1)
         finally:
             if owned is not None:
                 owned.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,178 @@
+"""Train an LSTM and a Transformer on nested brackets, and see where depth is readable, needed and sufficient.
+
+    probelens run quickstart
+
+Two cores take about three minutes. The run folder gets `report.html` (open it in a browser, it needs
+no network), `rows.parquet` (every number, tidy), and for each model its checkpoint and results. A
+second run finds the finished models and only writes the report again.
+
+To try it on a model of your own, copy this file and change `train_model`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import probelens as pl
+from probelens.experiments import Status, Store, cell_key, run_grid
+
+LABELS = {"depth": "depth (open brackets, 0 to 10)", "top": "top of stack (type of the innermost open bracket)"}
+NAMES = {"lstm": "LSTM", "gru": "GRU", "transformer": "Transformer", "mamba": "Mamba", "mamba2": "Mamba-2"}
+LENGTHS = (40, 60, 80, 100, 120)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Settings of the quickstart.
+
+    Args:
+        out: Run folder.
+        archs: Models: "lstm", "gru", "transformer", "mamba", "mamba2".
+        seed: Of initial weights, data, splits and controls.
+        length: Tokens in a training sequence.
+        steps: Most training steps; training stops earlier at its target.
+        n_probe: Sequences for probes.
+        n_ablate: Sequences for ablations.
+        n_pairs: Clean/corrupted pairs for patching.
+        controls: Random subspaces beside each ablation, of each kind.
+        workers: Models trained at once; None for one a core.
+    """
+
+    out: str = "runs/quickstart"
+    archs: tuple[str, ...] = ("lstm", "transformer")
+    seed: int = 0
+    length: int = 40
+    steps: int = 3000
+    n_probe: int = 300
+    n_ablate: int = 100
+    n_pairs: int = 48
+    controls: int = 20
+    workers: int | None = None
+
+    def cell(self, arch: str) -> dict[str, Any]:
+        """The settings on which one model's results depend."""
+        shared = {k: v for k, v in dataclasses.asdict(self).items() if k not in ("out", "archs", "workers")}
+        return {"recipe": "quickstart", "name": NAMES.get(arch, arch), "arch": arch, **shared}
+
+
+# `smoke` only proves that everything runs: its models don't learn the task.
+PRESETS: dict[str, dict[str, Any]] = {
+    "smoke": {"steps": 30, "n_probe": 30, "n_ablate": 8, "n_pairs": 4, "controls": 2, "length": 16},
+}
+
+
+def make_task() -> pl.tasks.Dyck:
+    """Dyck-2 of depth 10 with no-ops; the model answers depth and innermost bracket at every position."""
+    return pl.tasks.Dyck(k=2, max_depth=10, noop=0.2, target="state", bos=True)
+
+
+def train_model(config: Mapping[str, Any], folder: Path, status: Status) -> tuple[pl.HookedModel, pl.training.TrainResult]:
+    """The trained model of one cell; an interrupted training goes on where it stopped."""
+    task = make_task()
+    formal = pl.models.FormalConfig.for_task(config["arch"], task, seed=config["seed"], embedding_std=1.0)
+    model = pl.wrap(pl.models.build(formal))
+    recurrent_state = config["arch"] in ("mamba", "mamba2")
+
+    def show(step: Mapping[str, Any]) -> None:
+        status.update("training, step", int(step["step"]), config["steps"], f"accuracy {step['accuracy']:.2f}")
+
+    result = pl.training.train(
+        model, task, checkpoint_dir=folder, progress=show, backend="reference" if recurrent_state else None,
+        config=pl.training.TrainConfig(
+            steps=config["steps"], batch_size=32, lr=2e-3, warmup=50, grow_at=0.95, target_accuracy=0.95,
+            decay_steps=min(200, config["steps"] // 2), eval_sequences=128, length=config["length"],
+            seed=config["seed"], threads=1,
+        ),
+    )  # fmt: skip
+    status.update("training, step", result.steps, result.steps)
+    return model, result
+
+
+def run_cell(config: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """Train one model and measure it. Results stay in ``folder``; the rows are what a table needs."""
+    task, status = make_task(), Status(folder)
+    model, training = train_model(config, folder, status)
+    lengths = tuple(dict.fromkeys((config["length"], *LENGTHS)))
+    status.update("measuring, part", 0, 2)
+    behaviour = pl.training.evaluate(model, task, lengths, n=128, trained_length=config["length"], seed=config["seed"])
+    fresh = pl.models.FormalConfig.for_task(config["arch"], task, seed=config["seed"] + 1000, embedding_std=1.0)
+    pairs = {
+        name: task.pairs(config["n_pairs"], config["length"], seed=config["seed"], label="state", kind=kind)
+        for name, kind in (("depth", "depth"), ("top", "type"))
+    }
+    status.update("measuring, part", 1, 2)
+    found = pl.profile(
+        model, task, labels=list(LABELS), length=config["length"], n_probe=config["n_probe"],
+        n_ablate=config["n_ablate"], pairs=pairs, untrained=pl.wrap(pl.models.build(fresh)),
+        controls=config["controls"], seed=config["seed"],
+    )  # fmt: skip
+    training.save(folder / "training.safetensors")
+    behaviour.save(folder / "behaviour.safetensors")
+    found.save(folder / "profile.safetensors")
+    status.update("measuring, part", 2, 2, "done")
+    return tidy(config, training, behaviour, found)
+
+
+def tidy(config: Mapping[str, Any], training: Any, behaviour: Any, found: pl.Profile) -> list[dict[str, Any]]:
+    """Every number of a cell as rows, told apart by the column ``kind``."""
+    tables = {"training": training, "behaviour": behaviour, "probe": found.probes}
+    tables |= {"ablation": list(found.ablations.values()), "patch": list(found.patches.items())}
+    rows: list[dict[str, Any]] = []
+    for kind, results in tables.items():
+        for item in results if isinstance(results, list) else [results]:
+            name, result = item if isinstance(item, tuple) else ("", item)
+            try:
+                records = result.to_dataframe().to_dict("records")
+            except pl.MetricError as err:
+                # A model that answers no pair has no recovery to report; the row says so.
+                records = [{"problem": str(err)}]
+            extra = {"pairs": name} if name else {}
+            rows += [{"model": config["name"], "kind": kind, **extra, **record} for record in records]
+    return rows
+
+
+def run(config: Config, progress: bool = True) -> Path:
+    """Run what is missing and write the report.
+
+    Args:
+        config: Settings.
+        progress: Show progress.
+
+    Returns:
+        The run folder.
+
+    Raises:
+        probelens.InputError: An unknown architecture.
+        probelens.ProbelensError: A model could not be trained or measured.
+    """
+    unknown = [arch for arch in config.archs if arch not in NAMES]
+    if unknown or not config.archs:
+        raise pl.InputError(f"archs={config.archs!r}: allowed are {', '.join(NAMES)}")
+    store = Store(config.out)
+    cells = [config.cell(arch) for arch in config.archs]
+    report = run_grid(run_cell, cells, store, workers=config.workers, progress=progress)
+    if report.failed:
+        text = "\n".join(report.failed.values())
+        raise pl.ProbelensError(f"{len(report.failed)} of {len(cells)} models failed; the others are kept.\n{text}")
+    from probelens.examples.quickstart_report import write
+    from probelens.results import atomic_path
+
+    with atomic_path(store.folder / "rows.parquet") as part:
+        store.all_rows(report.keys).to_parquet(part, index=False)
+    write(store, [(cell, store.cell(cell_key(cell))) for cell in cells], config, versions())
+    return store.folder
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the numbers depend on."""
+    import torch
+    import transformers
+
+    return {
+        "probelens": pl.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
+        "Python": platform.python_version(),
+    }  # fmt: skip

@@ -1,0 +1,251 @@
+"""The quickstart's report: made from saved results only, so it can be written again at any time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+import probelens as pl
+from probelens import plots
+from probelens.experiments import Store
+from probelens.models.evaluation import EvalResult
+from probelens.report import Chart, Section, Table, write_report
+from probelens.training import TrainResult
+
+SAYS = {"depth": "depth", "top": "top of stack"}
+PAIRS = {
+    "depth": "one early opening bracket of the clean sequence is a closing one in the corrupted one, so that the "
+    "depth at the end differs by two",
+    "top": "the bracket that is innermost at the end has the other type in the corrupted sequence",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One model's saved results."""
+
+    name: str
+    training: TrainResult
+    behaviour: EvalResult
+    profile: pl.Profile
+    n_params: int
+
+
+def read(config: Mapping[str, Any], folder: Path) -> Cell:
+    """The results of one model from its folder."""
+    model = pl.models.load(folder)
+    return Cell(
+        config["name"],
+        TrainResult.load(folder / "training.safetensors"),
+        EvalResult.load(folder / "behaviour.safetensors"),
+        pl.Profile.load(folder / "profile.safetensors"),
+        pl.models.n_params(model),
+    )
+
+
+def write(store: Store, cells: Sequence[tuple[Mapping[str, Any], Path]], config: Any, versions: Mapping[str, str]) -> Path:
+    """Write ``report.html`` into the run folder."""
+    found = [read(about, folder) for about, folder in cells]
+    names = " and ".join(f"the {cell.name}" for cell in found)
+    lead = (
+        f"Small language models, {names}, were trained to read sequences of {config.length} brackets of two types, "
+        "nested at most ten deep, and to answer at every position how many brackets are open and which type the "
+        "innermost one has. Below: where in each model these two variables can be read, whether removing them hurts, "
+        "and whether putting them back repairs the answer. A variable that can be read need not be used."
+    )
+    sections = [
+        _behaviour(found, config),
+        _readable(found, config),
+        *(_needed(cell, config) for cell in found),
+        _sufficient(found, config),
+    ]
+    settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("out", "workers")}
+    changed = [
+        f"--set {k}={','.join(v) if isinstance(v, tuple) else v}"
+        for k, v in settings.items()
+        if v != getattr(type(config)(), k)
+    ]
+    return write_report(
+        store.folder / "report.html",
+        title="Nested brackets: where depth and innermost bracket are kept",
+        lead=lead,
+        sections=sections,
+        findings=[sentence for cell in found for sentence in findings(cell)],
+        measured={
+            "Task": "Dyck-2, at most 10 deep, with no-op tokens (probability 0.2): legal prefixes of nested brackets",
+            "Models": "; ".join(f"{c.name}, 4 layers, {c.n_params:,} parameters" for c in found),
+            "Answer": "one of 21 classes at every position: depth 0, or depth 1 to 10 with the type on top",
+            "Probed labels": "depth (11 classes) and top of stack (empty, ( or [ )",
+            "Sequences": f"{config.n_probe} for probes (60/20/20), {config.n_ablate} others for ablations, "
+            f"{config.n_pairs} clean/corrupted pairs of each kind",
+            "Seeds": f"one training run each (seed {config.seed}): intervals are over sequences and say nothing about "
+            "how another training run would differ",
+        },
+        config=settings,
+        versions=versions,
+        reproduce=[" ".join(["probelens run quickstart", *changed])],
+    )
+
+
+def findings(cell: Cell) -> list[str]:
+    """The main results of one model, one sentence each."""
+    found, out = cell.profile, []
+    late = found.behaviour["late"]
+    out.append(f"{cell.name}: answers {late:.1%} of positions after the 20th correctly at the length it was trained on.")
+    for label in found.probes.labels:
+        index, best = found.indices[label], found.probes.best(label)
+        first = found.probes.row(found.probes.sites[0], label)
+        where = "the embedding" if best["layer"] == -1 else f"layer {best['layer']}"
+        sentence = (
+            f"{cell.name}, {SAYS[label]}: read best at {where} with {best['accuracy']:.1%} "
+            f"(embedding {first['accuracy']:.1%}, best guess without a state {found.baseline[label]:.1%}"
+        )
+        if best.get("untrained") is not None:
+            sentence += f", untrained model there {best['untrained']:.1%}"
+        out.append(f"{sentence}); the profile is {index.verdict}.")
+        out.append(f"{cell.name}, {SAYS[label]}: {_ablated(found.ablations[label])}")
+    return out
+
+
+def _ablated(result: pl.AblationResult) -> str:
+    targets = result.targets()
+    if all(row["verdict"] == "floor" for row in targets):
+        return "the model has not learned the task well enough for an ablation to cost anything."
+    worst = max(targets, key=lambda row: row["drop"])
+    random = [r["drop"] for r in result.rows if r["site"] == worst["site"] and r["condition"] == "random"]
+    where = "the embedding" if worst["layer"] == -1 else f"layer {worst['layer']}"
+    text = f"removing the probe's subspace costs most at {where}, {100 * worst['drop']:.0f} points of accuracy"
+    if random:
+        text += f" (random subspaces of equal rank {100 * sum(random) / len(random):.0f})"
+    recovered = [r for r in targets if r["verdict"] == "inconclusive"]
+    inside = [r for r in targets if r["verdict"] != "tautological"]
+    text += f"; at {len(recovered)} of {len(inside)} layers a refitted probe still reads it"
+    if recovered:
+        return text + ", so a drop there does not show that the model needs this subspace."
+    return text + "."
+
+
+def _behaviour(cells: Sequence[Cell], config: Any) -> Section:
+    by_length = pd.concat([_with(c.behaviour.to_dataframe(), c.name) for c in cells])
+    by_length = by_length[by_length["span"] == "all"]
+    training = pd.concat([_with(c.training.to_dataframe(), c.name) for c in cells])
+    charts = [
+        Chart(
+            plots.length_curve(by_length, color="model", train_length=config.length),
+            "Accuracy of the models' own answers by sequence length; 128 fresh sequences a length.",
+            name="behaviour",
+        ),
+        Chart(
+            plots.training_curve(training, color="model"),
+            "Training: loss and accuracy of each batch; the sequences get longer as the model gets better.",
+            name="training",
+        ),
+    ]
+    text = (
+        "Does the model know the task at all? Both variables are part of the answer, so a model that answers well must "
+        "compute them. Longer sequences than in training are harder, chiefly for what has to be remembered for longer."
+    )
+    return Section("Behaviour", text, charts, explain=("training",))
+
+
+def _readable(cells: Sequence[Cell], config: Any) -> Section:
+    probes = pd.concat([_with(c.profile.probes.to_dataframe(), c.name) for c in cells])
+    task = probes[probes["control"] == "task"]
+    charts = [
+        Chart(
+            plots.layer_profile(task[task["label"] == label], color="model"),
+            f"Probe accuracy for {SAYS[label]} by layer, with 95 % intervals over test sequences; dashed: baselines and "
+            "the untrained model.",
+            name=f"readable-{label}",
+        )
+        for label in dict.fromkeys(task["label"])
+    ]
+    rows = [
+        {"model": c.name, "label": label, "verdict": index.verdict, "why": index.reason}
+        for c in cells
+        for label, index in c.profile.indices.items()
+    ]
+    text = (
+        "Where can a linear probe read each variable? A rise from one layer to the next says that the block made it "
+        "easier to read. What the untrained model shows as well was there before training."
+    )
+    note = (
+        "Readable is not used: these curves alone say nothing about what the model does with the variable. The next "
+        "sections ask that."
+    )
+    tables = [Table("Verdict of each profile, by the bounds of its intervals", rows, open=True)]
+    return Section(
+        "Readable", text, charts, tables, note,
+        explain=("questions", "layers", "probe", "baselines", "untrained", "interval", "profile"),
+    )  # fmt: skip
+
+
+def _needed(cell: Cell, config: Any) -> Section:
+    charts = [
+        Chart(
+            result.plot(),
+            f"{cell.name}: what removing the probe's subspace for {SAYS[label]} costs at each layer, beside random "
+            f"subspaces ({config.controls} draws each) and, below, what a probe still reads afterwards.",
+            name=f"needed-{cell.name.lower()}-{label}",
+        )
+        for label, result in cell.profile.ablations.items()
+    ]
+    rows = [
+        {
+            "label": label, "layer": row["layer"], "rank": row["rank"], "drop": row["drop"], "drop lo": row["lo"],
+            "drop hi": row["hi"], "probe": row["probe_accuracy"], "refit": row["refit_accuracy"],
+            "refit MLP": row["refit_mlp_accuracy"], "baseline": row["baseline"], "effect": row["effect"],
+            "verdict": row["verdict"],
+        }
+        for label, result in cell.profile.ablations.items()
+        for row in result.targets()
+    ]  # fmt: skip
+    text = (
+        "Does the answer get worse when the variable is taken out? The probe's subspace is removed at one layer at a "
+        "time and the accuracy of the model's answers is measured again, on sequences that no probe has seen."
+    )
+    note = (
+        "Read the two panels together. Where the refitted probe stays high, the variable is still there after the "
+        "ablation, and the drop says nothing about necessity, large or small. Where random subspaces cost as much, the "
+        "drop does not belong to this variable. `tautological` marks layers that the answer is read from directly."
+    )
+    tables = [Table(f"{cell.name}: ablations by layer", rows)]
+    return Section(
+        f"Needed: {cell.name}", text, charts, tables, note, explain=("ablation", "refit", "random", "tautological")
+    )
+
+
+def _sufficient(cells: Sequence[Cell], config: Any) -> Section:
+    charts, missing = [], []
+    for cell in cells:
+        for name, result in cell.profile.patches.items():
+            try:
+                figure = result.plot()
+            except pl.MetricError as err:
+                missing.append(f"{cell.name}, {SAYS[name]}: {err}")
+                continue
+            n = int(result.correct.sum())
+            charts.append(
+                Chart(
+                    figure,
+                    f"{cell.name}: share of the clean-corrupted gap that one patched activation restores, by layer and "
+                    f"position; {SAYS[name]} pairs ({PAIRS[name]}); {n} of {len(result.correct)} pairs that both runs "
+                    "answer correctly.",
+                    name=f"sufficient-{cell.name.lower()}-{name}",
+                )
+            )
+    text = (
+        "Does putting the variable back repair the answer? The activation at one layer and position of the clean run is "
+        "copied into the corrupted run, and the answer at the last position is read again. Position 0 is the start token. "
+        "The edited token is at a different place in every pair, in the first half."
+    )
+    note = "The last layer at the last position restores all of it by construction, since the answer is read from there."
+    return Section("Sufficient", text, charts, note="\n\n".join([note, *missing]), explain=("patching", "recovery", "vacuous"))
+
+
+def _with(table: pd.DataFrame, model: str) -> pd.DataFrame:
+    return table.assign(model=model)

@@ -1,0 +1,109 @@
+"""What a running cell is doing: one small file in its folder, so that any process can watch.
+
+A file needs nothing between the watcher and the cell but a shared folder, which processes, Dask
+workers and SLURM jobs all have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from probelens.results import atomic_path
+
+__all__ = ["Status", "watching"]
+
+FILE = "status.json"
+
+
+class Status:
+    """Writes what a cell is doing.
+
+    Args:
+        folder: The cell's folder.
+        every: Write at most once in so many seconds.
+    """
+
+    def __init__(self, folder: Path, every: float = 0.3) -> None:
+        self.path = Path(folder) / FILE
+        self.every = every
+        self._last = 0.0
+        self._stage = ""
+
+    def update(self, stage: str, done: int, total: int, note: str = "") -> None:
+        """Say how far a stage is.
+
+        Args:
+            stage: What is being done.
+            done: Steps done.
+            total: Steps there are.
+            note: A short remark, such as the accuracy reached.
+        """
+        now = time.monotonic()
+        if stage == self._stage and done < total and now - self._last < self.every:
+            return
+        self._last, self._stage = now, stage
+        with atomic_path(self.path) as part:
+            part.write_text(json.dumps({"stage": stage, "done": done, "total": total, "note": note}))
+
+
+@contextlib.contextmanager
+def watching(folders: Mapping[str, Path], show: bool) -> Iterator[None]:
+    """A line for each cell, as far as somebody looks at a terminal, while the block lasts.
+
+    Args:
+        folders: Name of a cell to its folder.
+        show: Whether the caller wants it.
+    """
+    if not show or not folders or not sys.stderr.isatty():
+        yield
+        return
+    stop = threading.Event()
+    thread = threading.Thread(target=_draw, args=(folders, stop), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _draw(folders: Mapping[str, Path], stop: threading.Event) -> None:
+    from tqdm.auto import tqdm
+
+    width = max(len(name) for name in folders)
+    bars = {
+        name: tqdm(total=1, desc=f"{name:<{width}} waiting", position=i, leave=True, bar_format="{desc} {bar}{postfix}")
+        for i, name in enumerate(folders)
+    }
+    began = time.time()
+    while True:
+        last = stop.is_set()
+        for name, folder in folders.items():
+            found = _read(folder / FILE, began)
+            if found is not None:
+                bar = bars[name]
+                bar.total, bar.n = max(1, found["total"]), found["done"]
+                bar.set_description_str(f"{name:<{width}} {found['stage']} {found['done']}/{found['total']}", refresh=False)
+                bar.set_postfix_str(found["note"], refresh=True)
+        if last:
+            break
+        stop.wait(0.3)
+    for bar in bars.values():
+        bar.close()
+
+
+def _read(path: Path, began: float) -> dict[str, Any] | None:
+    try:
+        if path.stat().st_mtime < began:
+            return None
+        found = json.loads(path.read_text())
+        return {"stage": str(found["stage"]), "done": int(found["done"]), "total": int(found["total"]), "note": str(found["note"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
