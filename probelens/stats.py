@@ -130,6 +130,7 @@ def hierarchical_bootstrap(
     For normal seed effects this is the exact t interval, whatever the share of variance within
     seeds; it also holds for accuracies short of the ceiling (see ``coverage`` to check a design).
     It can't hold when one seed in ten behaves differently and the sample has none of those.
+    When all seeds are scored on the same sequences, it speaks of other seeds on these sequences.
 
     Args:
         values: Numbers per example: (seed, example, ...), a list with one (example, ...) per seed
@@ -326,7 +327,9 @@ def ratio_of_means(
     def ratio(means: Array) -> Array:
         lead = means.shape[:-1]
         below = means[..., :size].reshape((*lead, *inner, *(1,) * (len(outer) - len(inner))))
-        return means[..., size:].reshape((*lead, *outer)) / below
+        # A resample of few examples may have no gap at all: its ratio is undefined, which NaN says.
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return means[..., size:].reshape((*lead, *outer)) / below
 
     return hierarchical_bootstrap(packed, statistic=ratio, **options)
 

@@ -200,6 +200,7 @@ if __name__ == "__main__":  # prints the table of coverages in docs/api/stats.md
             ("normal, sd 1", 100, 0.1, None),
             ("accuracy near 0.8", 200, 0.5, 0.8),
             ("accuracy near 0.95", 200, 0.5, 0.95),
+            ("accuracy near 0.95, seeds far apart", 200, 1.0, 0.95),
         ]:
             row = coverage(n_seeds, n_examples, between=between, accuracy=accuracy, n_datasets=2000)
             rates = f"{row['coverage']:.1%} | {row['percentile']:.1%}"
