@@ -40,6 +40,7 @@ class Site:
         batch_first: False when the tensor is (pos, batch, ...) and must be turned for the hook.
         carry: Path of a module whose output must move by what an edit here adds. It serves points
             whose value the block uses twice, once here and once along its residual path.
+        scale: Factor that the model multiplies this tensor with further on; the hook sees the product.
     """
 
     path: str
@@ -48,6 +49,7 @@ class Site:
     heads: int | None = None
     batch_first: bool = True
     carry: str | None = None
+    scale: float = 1.0
 
     def to_hook(self, tensor: Tensor) -> Tensor:
         """The tensor as a hook sees it: position first, heads apart."""
@@ -55,10 +57,12 @@ class Site:
             tensor = tensor.transpose(0, 1)
         if self.heads is not None:
             tensor = tensor.unflatten(-1, (self.heads, -1))
-        return tensor
+        return tensor if self.scale == 1 else tensor * self.scale
 
     def from_hook(self, tensor: Tensor) -> Tensor:
         """The inverse of ``to_hook``."""
+        if self.scale != 1:
+            tensor = tensor / self.scale
         if self.heads is not None:
             tensor = tensor.flatten(-2)
         if not self.batch_first and tensor.ndim >= 2:
@@ -484,7 +488,10 @@ def attach_to_module(board: Switchboard, point: HookPoint) -> list[Any]:
 
     def carry(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         delta = moved.pop(threading.get_ident(), None)
-        return None if delta is None else put(output, None, pick(output, None, name) + delta)
+        if delta is None:
+            return None
+        whole = pick(output, None, name)
+        return put(output, None, whole + delta.view_as(whole))
 
     if site.side == "out":
         return [module.register_forward_hook(after, with_kwargs=True)]
@@ -551,7 +558,11 @@ def put(output: Any, index: int | str | None, new: Any) -> Any:
         changed[key] = new  # type: ignore[index]
         return changed
     items = list(output)
-    where = index if index is not None else next(i for i, v in enumerate(items) if isinstance(v, (Tensor, PackedSequence)))
+    where = (
+        index
+        if index is not None
+        else next(i for i, v in enumerate(items) if isinstance(v, (Tensor, PackedSequence)))
+    )
     items[where] = new  # type: ignore[call-overload]
     return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
 
