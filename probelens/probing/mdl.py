@@ -59,7 +59,7 @@ def online_codelength(
     portions: Sequence[float] = PORTIONS,
     Cs: Sequence[float] = DEFAULT_CS,
     seed: int = 0,
-    tol: float = 1e-4,
+    tol: float = 1e-3,
 ) -> Codelength:
     """Code labels block by block with linear probes fitted on the blocks before.
 
