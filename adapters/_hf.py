@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from probelens.adapter import Adapter, Call, ModelConfig
+from probelens.adapters._blocks import first_child, join
 from probelens.errors import AdapterNotFoundError, InputError
 
 _BLOCK_LISTS = ("layers", "h", "blocks", "decoder.layers", "block")
 _FINAL_NORMS = (
     "norm", "ln_f", "final_layer_norm", "norm_f", "final_layernorm", "final_norm", "ln_out", "rms_norm",
-    "decoder.final_layer_norm", "decoder.layer_norm",
+    "embedding_norm", "out_norm", "layer_norm", "decoder.final_layer_norm", "decoder.layer_norm",
 )  # fmt: skip
 
 
@@ -27,28 +27,12 @@ def is_hf(module: Any) -> bool:
     )
 
 
-def first_child(module: nn.Module, names: Sequence[str]) -> str | None:
-    """The first of these names that is a submodule (not None) of ``module``."""
-    for name in names:
-        try:
-            module.get_submodule(name)
-        except AttributeError:
-            continue
-        return name
-    return None
-
-
 def path_of(root: nn.Module, module: nn.Module) -> str:
     """Where a module stands below ``root``."""
     for path, found in root.named_modules():
         if found is module:
             return path
     raise AdapterNotFoundError(f"{type(module).__name__} is not a submodule of {type(root).__name__}")
-
-
-def join(*parts: str) -> str:
-    """A module path out of parts, empty ones left out."""
-    return ".".join(p for p in parts if p)
 
 
 def _grouped(config: Any, heads: int) -> int | None:

@@ -2,48 +2,99 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from probelens.adapter import Adapter, ModelConfig
-from probelens.adapters._hf import HFAdapter, first_child, is_hf, join
+from probelens.adapters import _mamba
+from probelens.adapters._blocks import ATTENTION, MIXERS, MLP, BlockParts, first_child, join
+from probelens.adapters._hf import HFAdapter, is_hf
+from probelens.adapters.hf_transformer import HFTransformer
 from probelens.errors import InputError, nearest
-from probelens.hooks import HookPoint
+from probelens.hooks import HookPoint, Tap
 
 __all__ = ["Generic"]
 
-_MIXERS = (
-    "mixer", "mamba", "self_attn", "attention", "attn", "temporal_block", "recurrent_block", "time_mixing",
-    "linear_attn", "rnn", "lstm", "gru",
+# Mixers that compute what probelens.ssm computes, so that their inside is in reach.
+_STATE_SPACE = (
+    "MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "Mamba2Mixer", "BambaMixer", "Zamba2MambaMixer",
+    "NemotronHMamba2Mixer", "GraniteMoeHybridMambaLayer",
 )  # fmt: skip
-_MLPS = ("mlp", "feed_forward", "mlp_block", "channel_mixing", "ffn")
+_SHARED = ("shared_transformer", "shared_transf")
 
 
-def _parts_of_block(adapter: Adapter, layer: int, path: str) -> list[HookPoint]:
-    block = adapter.module.get_submodule(path)
-    prefix = f"blocks.{layer}."
-    points = []
-    mixer, mlp = first_child(block, _MIXERS), first_child(block, _MLPS)
-    if mixer is not None:
-        points.append(
-            adapter.boundary(
-                prefix + "mixer.hook_out", join(path, mixer), "out", aliases=(prefix + "hook_mixer_out",),
-                note=f"output of {type(block.get_submodule(mixer)).__name__}",
-            )
-        )  # fmt: skip
-    if mlp is not None:
-        points.append(adapter.boundary(prefix + "hook_mlp_out", join(path, mlp), "out"))
-    return points
+class GenericHF(HFTransformer):
+    """A Hugging Face decoder of mixed or unknown blocks: Jamba, Zamba2, RWKV, RecurrentGemma and their like.
 
+    Every block has its residual stream and the output of its mixer, whatever that is; attention, Mamba
+    mixers and MLPs have the points that they have elsewhere. On attention blocks ``hook_mixer_out`` is
+    another name of ``hook_attn_out``, so that "mixer_out" means every block.
 
-class GenericHF(HFAdapter):
-    """A Hugging Face decoder of mixed or unknown blocks: residual, mixer and MLP outputs."""
+    Args:
+        module: The model.
+        tokenizer: For text inputs.
+    """
 
     name = "generic"
 
     def block_points(self, layer: int, path: str) -> list[HookPoint]:
-        return _parts_of_block(self, layer, path)
+        prefix, parts = f"blocks.{layer}.", self.block_parts[layer]
+        points = self._shared_points(prefix, path)
+        # A mixer beside attention comes first, as in Falcon-H1; else there is one of the two.
+        if parts.mixer_out is not None:
+            points += self._mixer_points(prefix, path, parts)
+        points += super().block_points(layer, path)
+        if parts.mixer is None:
+            for point in points:
+                if point.name == prefix + "hook_attn_out":
+                    point.aliases = (prefix + "hook_mixer_out", prefix + "mixer.hook_out")
+        return points
+
+    def _mixer_points(self, prefix: str, path: str, parts: BlockParts) -> list[HookPoint]:
+        where = join(path, parts.mixer_out or "")
+        mixer = self.module.get_submodule(where)
+        if type(mixer).__name__ in _STATE_SPACE and parts.mixer_scale == 1:
+            return _mamba.mixer_points(self, prefix, where)
+        return [
+            self.boundary(
+                prefix + "mixer.hook_out", where, "out", aliases=(prefix + "hook_mixer_out",),
+                scale=parts.mixer_scale, note=f"output of the mixer, a {type(mixer).__name__}",
+            )
+        ]  # fmt: skip
+
+    def _shared_points(self, prefix: str, path: str) -> list[HookPoint]:
+        if first_child(self.module.get_submodule(path), _SHARED) is None:
+            return []
+        note = "output of the transformer block that several layers share: added to this mixer's input only"
+        return [self.boundary(prefix + "shared.hook_out", join(path, "linear"), "out", note=note)]
+
+    def instrument(self, path: str, tap: Tap) -> contextlib.AbstractContextManager[None]:
+        module = self.module.get_submodule(path)
+        if type(module).__name__ in _STATE_SPACE:
+            return _mamba.instrumented(module, tap)
+        return super().instrument(path, tap)
+
+    # -- models whose blocks see more than the residual ----------------------------------------------------
+
+    def rereads(self, layer: int) -> bool:
+        # Zamba's shared transformer blocks get the embedding beside the residual.
+        return any(first_child(self.module.get_submodule(path), _SHARED) for path in self.blocks[layer:])
+
+    def can_skip(self) -> bool:
+        return super().can_skip() and not self.rereads(0)
+
+    @contextlib.contextmanager
+    def starting_at(self, layer: int, resid: Tensor) -> Iterator[None]:
+        if self.rereads(layer):
+            raise InputError(
+                f"start_at_layer={layer}: blocks of this {type(self.module).__name__} read the embedding again at "
+                "every shared transformer block, so the residual alone isn't enough to go on from. Run it whole."
+            )
+        with super().starting_at(layer, resid):
+            yield
 
 
 class Generic(Adapter):
@@ -129,7 +180,21 @@ class Generic(Adapter):
         return HookedModel(module, cls(module, **options))
 
     def block_points(self, layer: int, path: str) -> list[HookPoint]:
-        return _parts_of_block(self, layer, path)
+        block = self.module.get_submodule(path)
+        prefix = f"blocks.{layer}."
+        points = []
+        mixer, mlp = first_child(block, (*MIXERS, *ATTENTION)), first_child(block, MLP)
+        if mixer is not None:
+            points.append(
+                self.boundary(
+                    prefix + "mixer.hook_out", join(path, mixer), "out", aliases=(prefix + "hook_mixer_out",),
+                    note=f"output of {type(block.get_submodule(mixer)).__name__}",
+                )
+            )  # fmt: skip
+        if mlp is not None:
+            note = f"output of {type(block.get_submodule(mlp)).__name__}"
+            points.append(self.boundary(prefix + "hook_mlp_out", join(path, mlp), "out", note=note))
+        return points
 
 
 def _lists(module: nn.Module) -> list[str]:

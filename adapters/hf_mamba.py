@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from probelens.adapters import _mamba
-from probelens.adapters._hf import HFAdapter, is_hf, join
+from probelens.adapters._blocks import join
+from probelens.adapters._hf import HFAdapter, is_hf
 from probelens.hooks import HookPoint, Tap
 
 __all__ = ["HFMamba"]

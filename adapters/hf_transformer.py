@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from probelens.adapters import _attention
-from probelens.adapters._hf import HFAdapter, first_child, is_hf, join
-from probelens.hooks import HookPoint, Tap
+from probelens.adapters._blocks import ATTENTION, BlockParts, first_child, join, parts_of, uses_interface
+from probelens.adapters._hf import HFAdapter, is_hf
+from probelens.hooks import HookPoint, Switchboard, Tap, attach_to_module
 
 __all__ = ["HFTransformer"]
 
-ATTENTION = ("attention", "attn", "self_attn", "self_attention")
-MLP = ("mlp", "feed_forward", "ffn")
-_UP = ("gate_proj", "dense_h_to_4h", "c_fc", "fc1", "fc_in", "up_proj", "w1")
-_DOWN = ("down_proj", "dense_4h_to_h", "c_proj", "fc2", "fc_out", "w2")
-_OUT = ("o_proj", "dense", "c_proj", "out_proj")
 HEADS = ("batch", "pos", "head", "d_head")
+KV_HEADS = ("batch", "key_pos", "kv_head", "d_head")
 PATTERN = ("batch", "head", "pos", "key_pos")
 MLP_AXES = ("batch", "pos", "d_mlp")
+_INSIDE = {
+    "hook_q": (HEADS, "after the rotary embedding"),
+    "hook_k": (KV_HEADS, "after the rotary embedding; heads as stored, before grouped queries share them"),
+    "hook_v": (KV_HEADS, "heads as stored, before grouped queries share them"),
+    "hook_attn_scores": (PATTERN, "scaled and masked, before the softmax"),
+    "hook_pattern": (PATTERN, "after the softmax; an edit is not normalised again"),
+}
 
 
 class HFTransformer(HFAdapter):
@@ -36,9 +42,9 @@ class HFTransformer(HFAdapter):
 
     def __init__(self, module: nn.Module, tokenizer: Any = None) -> None:
         super().__init__(module, tokenizer)
-        block = module.get_submodule(self.blocks[0])
-        for canonical, names in (("attn", ATTENTION), ("mlp", MLP)):
-            found = first_child(block, names)
+        self.block_parts = [parts_of(module.get_submodule(path), self.config) for path in self.blocks]
+        for canonical, kind in (("attn", "attention"), ("mlp", "mlp"), ("mixer", "mixer")):
+            found = next((path for parts in self.block_parts if (path := getattr(parts, kind))), None)
             if found:
                 self.segments[canonical] = found
 
@@ -48,69 +54,82 @@ class HFTransformer(HFAdapter):
             return False
         inner = cls.decoder(module)
         blocks = first_child(inner, ("layers", "h", "blocks", "decoder.layers"))
-        if blocks is None:
+        if blocks is None or module.config.model_type == "rwkv":
             return False
         return all(
-            first_child(block, ATTENTION) is not None and first_child(block, ("mamba", "mixer")) is None
+            first_child(block, ATTENTION) is not None
+            and first_child(block, ("mamba", "mixer")) is None
+            and not _is_linear(block)
             for block in inner.get_submodule(blocks).children()
         )
 
     def block_points(self, layer: int, path: str) -> list[HookPoint]:
-        block = self.module.get_submodule(path)
-        prefix = f"blocks.{layer}."
-        points: list[HookPoint] = []
-        attention = first_child(block, ATTENTION)
-        mlp = first_child(block, MLP)
-        # Sandwich norms (Gemma 2 and 3, OLMo 2): what joins the residual is the norm's output.
-        after_mlp = first_child(block, ("post_feedforward_layernorm",))
-        after_attention = "post_attention_layernorm" if after_mlp else None
-        if attention is not None:
-            points += self._inside_attention(prefix, join(path, attention))
-            out = first_child(block.get_submodule(attention), _OUT)
-            if out is not None and self.cfg.n_heads:
-                points.append(
-                    self.boundary(
-                        prefix + "attn.hook_z", join(path, attention, out), "in", axes=HEADS, heads=self.cfg.n_heads
-                    )
-                )
-            points.append(self.boundary(prefix + "hook_attn_out", join(path, after_attention or attention), "out"))
-        middle = self._mid(block)
-        if middle is not None:
+        prefix, parts = f"blocks.{layer}.", self.block_parts[layer]
+        points = self._attention_points(prefix, path, parts)
+        if parts.middle is not None:
             points.append(
                 self.boundary(
-                    prefix + "hook_resid_mid", join(path, middle), "in", carry=path,
-                    note="an edit reaches the MLP and the residual stream",
+                    prefix + "hook_resid_mid", join(path, parts.middle), "in", carry=path,
+                    note="residual between attention and MLP; an edit reaches both the MLP and the residual stream",
                 )
             )  # fmt: skip
-        if mlp is not None:
-            inner = block.get_submodule(mlp)
-            up, down = first_child(inner, _UP), first_child(inner, _DOWN)
-            if up is not None:
-                points.append(self.boundary(prefix + "mlp.hook_pre", join(path, mlp, up), "out", axes=MLP_AXES))
-            if up == "gate_proj" and first_child(inner, ("up_proj",)):
-                points.append(
-                    self.boundary(prefix + "mlp.hook_pre_linear", join(path, mlp, "up_proj"), "out", axes=MLP_AXES)
+        return points + self._mlp_points(prefix, path, parts)
+
+    def _attention_points(self, prefix: str, path: str, parts: BlockParts) -> list[HookPoint]:
+        if parts.attention is None:
+            return []
+        attention = self.module.get_submodule(join(path, parts.attention))
+        points = []
+        if uses_interface(attention):
+            points = [
+                self.interior(f"{prefix}attn.{name}", join(path, parts.attention), axes=axes, note=note)
+                for name, (axes, note) in _INSIDE.items()
+            ]
+        if parts.attn_down is not None and self._heads_of(attention) and not _is_linear(self.module.get_submodule(path)):
+            points.append(
+                self.boundary(
+                    prefix + "attn.hook_z", join(path, parts.attn_down), "in", axes=HEADS, heads=self.cfg.n_heads,
+                    note="values mixed by the pattern, before attention's output projection",
                 )
-            if down is not None:
-                points.append(self.boundary(prefix + "mlp.hook_post", join(path, mlp, down), "in", axes=MLP_AXES))
-            points.append(self.boundary(prefix + "hook_mlp_out", join(path, after_mlp or mlp), "out"))
+            )  # fmt: skip
+        if parts.attn_out is not None:
+            points.append(
+                self.boundary(
+                    prefix + "hook_attn_out", join(path, parts.attn_out), "out", scale=parts.attn_scale,
+                    note="what attention adds to the residual stream",
+                )
+            )  # fmt: skip
         return points
 
-    def _inside_attention(self, prefix: str, path: str) -> list[HookPoint]:
-        # Only models that call transformers' attention interface can have their attention replaced.
-        if not getattr(self.module, "_supports_attention_backend", False):
-            return []
-        kv = ("batch", "key_pos", "kv_head", "d_head")
-        notes = {
-            "hook_q": (HEADS, "after the rotary embedding"),
-            "hook_k": (kv, "after the rotary embedding; heads as stored, before grouped queries share them"),
-            "hook_v": (kv, "heads as stored, before grouped queries share them"),
-            "hook_attn_scores": (PATTERN, "scaled and masked, before the softmax"),
-            "hook_pattern": (PATTERN, "after the softmax; an edit is not normalised again"),
-        }
-        return [
-            self.interior(f"{prefix}attn.{name}", path, axes=axes, note=note) for name, (axes, note) in notes.items()
-        ]
+    def _heads_of(self, attention: nn.Module) -> bool:
+        # Whether the input of the output projection is n_heads vectors side by side, as far as one can tell.
+        counts = [getattr(attention, name, None) for name in ("num_heads", "n_heads", "num_attention_heads")]
+        return bool(self.cfg.n_heads) and (uses_interface(attention) or self.cfg.n_heads in counts)
+
+    def _mlp_points(self, prefix: str, path: str, parts: BlockParts) -> list[HookPoint]:
+        points = []
+        for name, where, side, note in (
+            ("mlp.hook_pre", parts.up, "out", "before the activation"),
+            ("mlp.hook_pre_linear", parts.up_linear, "out", "what the activation's output is multiplied with"),
+            ("mlp.hook_post", parts.down, "in", "neurons, before the MLP's output projection"),
+        ):
+            if where is not None:
+                points.append(self.boundary(prefix + name, join(path, where), side, axes=MLP_AXES, note=note))
+        if parts.mlp_out is not None:
+            points.append(
+                self.boundary(
+                    prefix + "hook_mlp_out", join(path, parts.mlp_out), "out", scale=parts.mlp_scale,
+                    note="what the MLP adds to the residual stream",
+                )
+            )  # fmt: skip
+        return points
+
+    def attach(self, board: Switchboard, point: HookPoint) -> Sequence[Any]:
+        layer = point.layer() if point.name.startswith("blocks.") else None
+        if layer is None or self.block_parts[layer].mlp != "":
+            return attach_to_module(board, point)
+        block = self.module.get_submodule(self.blocks[layer])
+        return _attach_unflattened(board, point, block)
 
     def instrumented_paths(self) -> list[str]:
         return list(dict.fromkeys(p.module for p in self.all_points if p.kind == "interior"))
@@ -119,25 +138,57 @@ class HFTransformer(HFAdapter):
         module = self.module.get_submodule(path)
         return _attention.instrumented(module, getattr(module, "config", self.config), tap)
 
-    def parallel(self, block: nn.Module) -> bool:
-        """Whether attention and MLP of a block both read the residual that enters it."""
-        for owner, flag in ((block, "use_parallel_residual"), (self.config, "parallel_attn")):
-            if getattr(owner, flag, False):
-                return True
-        return self.config.model_type in ("gptj", "codegen", "phi", "cohere", "cohere2")
-
-    def _mid(self, block: nn.Module) -> str | None:
-        """The submodule whose input is the residual between attention and MLP."""
-        if self.parallel(block):
-            return None
-        if first_child(block, ("post_feedforward_layernorm",)):
-            return first_child(block, ("pre_feedforward_layernorm", "mlp"))
-        return first_child(block, ("post_attention_layernorm", "ln_2"))
-
     def absent(self, name: str) -> str | None:
-        if name.endswith("hook_resid_mid") and self.parallel(self.module.get_submodule(self.blocks[0])):
+        head, _, rest = name.partition(".")
+        layer, _, tail = rest.partition(".")
+        if head != "blocks" or not layer.isdigit() or int(layer) >= len(self.blocks):
+            return None
+        parts, last = self.block_parts[int(layer)], tail.rsplit(".", 1)[-1]
+        if last in parts.absent:
+            return parts.absent[last]
+        kind = type(self.module.get_submodule(self.blocks[int(layer)])).__name__
+        if tail.startswith("attn.") or last == "hook_attn_out":
+            if parts.attention is None:
+                return f"block {layer} (a {kind}) has no attention; use hook_mixer_out"
             return (
-                f"blocks of this {type(self.module).__name__} are parallel (attention and MLP both read resid_pre), "
-                "so no residual exists between them; use hook_resid_pre, hook_attn_out or hook_mlp_out"
+                f"the attention of block {layer} doesn't go through transformers' attention interface, "
+                f"so its inside is out of reach; use hook_attn_out or '{join(self.blocks[int(layer)], parts.attention)}.hook_in'"
             )
+        if tail.startswith("mixer.") or last == "hook_mixer_out":
+            return f"block {layer} (a {kind}) has attention, not a mixer; use hook_attn_out" if parts.mixer is None else None
+        if tail.startswith("mlp.") or last in ("hook_mlp_out", "hook_resid_mid"):
+            return f"block {layer} (a {kind}) has no MLP of its own" if parts.mlp is None else None
         return None
+
+
+def _is_linear(block: nn.Module) -> bool:
+    kinds = (getattr(block, name, None) for name in ("block_type", "layer_type"))
+    return any(kind == "linear_attention" for kind in kinds)
+
+
+class _Unflattened:
+    """A switchboard whose hooks see (batch, pos, ...) although the module gets (batch · pos, ...)."""
+
+    def __init__(self, board: Switchboard, shapes: dict[int, tuple[int, int]]) -> None:
+        self.root = board.root
+        self._board = board
+        self._shapes = shapes
+
+    def fire(self, name: str, tensor: Tensor) -> Tensor:
+        if tensor.ndim != 2:
+            return self._board.fire(name, tensor)
+        seen = tensor.unflatten(0, self._shapes[threading.get_ident()])
+        new = self._board.fire(name, seen)
+        return tensor if new is seen else new.flatten(0, 1)
+
+
+def _attach_unflattened(board: Switchboard, point: HookPoint, block: nn.Module) -> list[Any]:
+    """Hooks for blocks that flatten their input to (batch · pos, d_model) for the MLP, as OPT's do."""
+    shapes: dict[int, tuple[int, int]] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
+        shapes[threading.get_ident()] = (hidden.shape[0], hidden.shape[1])
+
+    handle = block.register_forward_pre_hook(note, with_kwargs=True, prepend=True)
+    return [handle, *attach_to_module(_Unflattened(board, shapes), point)]  # type: ignore[arg-type]

@@ -1,0 +1,211 @@
+"""What stands where in a block of a transformers decoder, told from the names of its submodules."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+ATTENTION = ("attention", "attn", "self_attn", "self_attention")
+MIXERS = (
+    "mixer", "mamba", "mamba_decoder.mamba", "linear_attn", "conv", "temporal_block", "recurrent_block",
+    "time_mixing", "mlstm_layer", "rnn", "lstm", "gru",
+)  # fmt: skip
+MLP = ("mlp", "feed_forward", "ffn", "mlp_block", "channel_mixing", "block_sparse_moe", "moe", "shared_mlp")
+UP = ("gate_proj", "dense_h_to_4h", "c_fc", "fc1", "fc_in", "up_proj", "w1")
+UP_LINEAR = (("gate_proj", "up_proj"), ("w1", "w3"))
+DOWN = ("down_proj", "dense_4h_to_h", "c_proj", "fc2", "fc_out", "w2")
+OUT = ("o_proj", "dense", "c_proj", "out_proj")
+# Norms that read the residual between the two halves of a block.
+_MIDDLE = (
+    "post_attention_layernorm", "ln_2", "ln2", "norm_2", "pre_ff_layernorm", "channel_pre_norm", "ffn_norm",
+    "pre_mlp_layernorm", "norm_ffn",
+)  # fmt: skip
+# Norms on what an attention and an MLP return, before it joins the residual.
+_SANDWICH = (
+    ("post_attention_layernorm", "post_feedforward_layernorm"),
+    ("post_self_attn_layernorm", "post_mlp_layernorm"),
+)
+_PARALLEL_TYPES = ("gptj", "codegen", "phi", "cohere", "cohere2", "cohere2_moe")
+
+
+@dataclass(frozen=True)
+class BlockParts:
+    """Module paths below one block; None where it has no such part.
+
+    Args:
+        attention: The attention module.
+        mixer: Whatever mixes positions in its place or beside it: a state space model, a recurrence.
+        mlp: The MLP; "" where its layers belong to the block itself, as in OPT.
+        attn_out: The module whose output, times ``attn_scale``, attention adds to the residual.
+        mixer_out: The same for the mixer, times ``mixer_scale``.
+        mlp_out: The same for the MLP, times ``mlp_scale``.
+        middle: The module whose input is the residual between the two halves.
+        up: The MLP's first layer, whose output goes into the activation.
+        up_linear: The MLP's other first layer, which the activation's output is multiplied with.
+        down: The MLP's last layer.
+        attn_down: Attention's last layer, which reads z.
+        attn_scale: See ``attn_out``.
+        mixer_scale: See ``mixer_out``.
+        mlp_scale: See ``mlp_out``.
+        absent: Why a point is missing, by the last part of its name.
+    """
+
+    attention: str | None = None
+    mixer: str | None = None
+    mlp: str | None = None
+    attn_out: str | None = None
+    mixer_out: str | None = None
+    mlp_out: str | None = None
+    middle: str | None = None
+    up: str | None = None
+    up_linear: str | None = None
+    down: str | None = None
+    attn_down: str | None = None
+    attn_scale: float = 1.0
+    mixer_scale: float = 1.0
+    mlp_scale: float = 1.0
+    absent: dict[str, str] = field(default_factory=dict)
+
+
+def first_child(module: nn.Module, names: Sequence[str]) -> str | None:
+    """The first of these names that is a submodule (not None) of ``module``."""
+    for name in names:
+        try:
+            module.get_submodule(name)
+        except AttributeError:
+            continue
+        return name
+    return None
+
+
+def join(*parts: str) -> str:
+    """A module path out of parts, empty ones left out."""
+    return ".".join(p for p in parts if p)
+
+
+def parallel(block: nn.Module, config: Any) -> bool:
+    """Whether attention and MLP of a block both read the residual that enters it."""
+    for owner, flag in ((block, "use_parallel_residual"), (config, "parallel_attn"), (config, "new_decoder_architecture")):
+        if getattr(owner, flag, False):
+            return True
+    return str(getattr(config, "model_type", "")) in _PARALLEL_TYPES
+
+
+def uses_interface(attention: nn.Module) -> bool:
+    """Whether an attention calls transformers' attention interface, so that ours can take its place."""
+    forward = inspect.unwrap(type(attention).forward)
+    return "ALL_ATTENTION_FUNCTIONS" in getattr(getattr(forward, "__code__", None), "co_names", ())
+
+
+def parts_of(block: nn.Module, config: Any) -> BlockParts:
+    """Find the parts of a block.
+
+    Args:
+        block: One block of the decoder.
+        config: The decoder's config.
+
+    Returns:
+        What was found. Where a sum of parts is not what the block adds to the residual, the part is left
+        out and the reason given.
+    """
+    attention, mixer = first_child(block, ATTENTION), first_child(block, MIXERS)
+    if mixer is not None and uses_interface(block.get_submodule(mixer)):
+        # Nemotron-H and RecurrentGemma call every kind of mixer by one name, attention among them.
+        attention, mixer = mixer, None
+    if attention is not None and getattr(config, "model_type", "") == "rwkv":
+        attention, mixer = None, attention
+    if attention is not None:
+        nested = first_child(block.get_submodule(attention), ("attention",))
+        attention = join(attention, nested or "")
+    found: dict[str, Any] = {"attention": attention, "mixer": mixer, "absent": {}}
+    found.update(_mlp(block))
+    found["attn_out"], found["mixer_out"] = attention, mixer
+    if attention is not None:
+        down = first_child(block.get_submodule(attention), OUT)
+        found["attn_down"] = join(attention, down) if down else None
+        if _adds_residual(block.get_submodule(attention)):
+            found["attn_out"] = found["attn_down"]
+    found.update(_scales(block, config))
+    _order(block, config, found)
+    return BlockParts(**found)
+
+
+def _mlp(block: nn.Module) -> dict[str, Any]:
+    mlp = first_child(block, MLP)
+    if mlp is None and first_child(block, ("fc1",)) and first_child(block, ("fc2",)):
+        return {"mlp": "", "mlp_out": "fc2", "up": "fc1", "down": "fc2"}
+    if mlp is None:
+        return {}
+    inner = block.get_submodule(mlp)
+    found: dict[str, Any] = {"mlp": mlp, "mlp_out": mlp}
+    up, down = first_child(inner, UP), first_child(inner, DOWN)
+    found["up"] = join(mlp, up) if up else None
+    found["down"] = join(mlp, down) if down else None
+    for gate, linear in UP_LINEAR:
+        if up == gate and first_child(inner, (linear,)):
+            found["up_linear"] = join(mlp, linear)
+    if _adds_residual(inner):
+        found["mlp_out"] = found["down"]
+    if up is None:
+        fused = first_child(inner, ("gate_up_proj", "input_linear"))
+        what = f"its gate and its input are one projection, {join(mlp, fused)}" if fused else "it is a mixture of experts"
+        found["absent"] = {"hook_pre": f"this MLP has no such layer: {what}", "hook_post": f"this MLP has no such layer: {what}"}
+    return found
+
+
+def _adds_residual(module: nn.Module) -> bool:
+    # Bloom and MPT hand the residual to the attention or MLP, which adds it itself.
+    return "residual" in inspect.signature(type(module).forward).parameters
+
+
+def _scales(block: nn.Module, config: Any) -> dict[str, float]:
+    for name in ("residual_multiplier", "residual_scale"):
+        factor = getattr(block, name, None)
+        if isinstance(factor, (int, float)) and factor != 1:
+            return {"attn_scale": float(factor), "mixer_scale": float(factor), "mlp_scale": float(factor)}
+    scales = {}
+    for part, name in (("attn_scale", "attn_out_multiplier"), ("mixer_scale", "ssm_out_multiplier")):
+        factor = getattr(block, name, None)
+        if isinstance(factor, (int, float)):
+            scales[part] = float(factor)
+    return scales
+
+
+def _order(block: nn.Module, config: Any, found: dict[str, Any]) -> None:
+    """Which modules' outputs join the residual, and who reads it in between."""
+    if hasattr(block, "attn_alpha_factor") or hasattr(block, "mlp_alpha_factor"):
+        reason = f"a {type(block).__name__} weighs its residual anew at every sum, so nothing is simply added to it"
+        found.update(attn_out=None, mixer_out=found["mixer"] or found["attention"], mlp_out=None)
+        found["absent"] |= dict.fromkeys(("hook_attn_out", "hook_mlp_out", "hook_resid_mid"), reason)
+        return
+    if parallel(block, config):
+        found["absent"]["hook_resid_mid"] = (
+            f"blocks of this kind ({type(block).__name__}) are parallel (attention and MLP both read resid_pre), "
+            "so no residual exists between them; use hook_resid_pre, hook_attn_out or hook_mlp_out"
+        )
+        return
+    if getattr(block, "do_layer_norm_before", True) is False:
+        found.update(attn_out=None, mlp_out=None)
+        reason = (
+            f"this {type(block).__name__} norms every sum (do_layer_norm_before=False), "
+            "so nothing is simply added to the residual"
+        )
+        found["absent"] |= dict.fromkeys(("hook_attn_out", "hook_mlp_out", "hook_resid_mid"), reason)
+        return
+    if all(first_child(block, (name,)) for name in ("block_sparse_moe", "shared_mlp")):
+        found.update(mlp_out=None)
+        found["absent"]["hook_mlp_out"] = "what this block adds is the sum of two MLPs, block_sparse_moe and shared_mlp"
+    for after_attention, after_mlp in _SANDWICH:
+        if first_child(block, (after_mlp,)):
+            found.update(attn_out=after_attention if found["attention"] else None, mlp_out=after_mlp)
+            middle = ("pre_feedforward_layernorm",) if after_attention == "post_attention_layernorm" else _MIDDLE[:1]
+            found["middle"] = first_child(block, (*middle, *MLP))
+            return
+    if found.get("mlp") is None:
+        return
+    names = ("final_layer_norm",) if found["mlp"] == "" else _MIDDLE
+    found["middle"] = first_child(block, names)
