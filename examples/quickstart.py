@@ -20,7 +20,10 @@ from typing import Any
 import probelens as pl
 from probelens.experiments import Status, Store, cell_key, run_grid
 
-LABELS = {"depth": "depth (open brackets, 0 to 10)", "top": "top of stack (type of the innermost open bracket)"}
+LABELS = {
+    "depth": "depth (open brackets, 0 to 10)",
+    "top": "top of stack (type of the innermost open bracket)",
+}
 NAMES = {"lstm": "LSTM", "gru": "GRU", "transformer": "Transformer", "mamba": "Mamba", "mamba2": "Mamba-2"}
 LENGTHS = (40, 60, 80, 100, 120)
 
@@ -70,7 +73,9 @@ def make_task() -> pl.tasks.Dyck:
     return pl.tasks.Dyck(k=2, max_depth=10, noop=0.2, target="state", bos=True)
 
 
-def train_model(config: Mapping[str, Any], folder: Path, status: Status) -> tuple[pl.HookedModel, pl.training.TrainResult]:
+def train_model(
+    config: Mapping[str, Any], folder: Path, status: Status
+) -> tuple[pl.HookedModel, pl.training.TrainResult]:
     """The trained model of one cell; an interrupted training goes on where it stopped."""
     task = make_task()
     formal = pl.models.FormalConfig.for_task(config["arch"], task, seed=config["seed"], embedding_std=1.0)
@@ -78,7 +83,9 @@ def train_model(config: Mapping[str, Any], folder: Path, status: Status) -> tupl
     recurrent_state = config["arch"] in ("mamba", "mamba2")
 
     def show(step: Mapping[str, Any]) -> None:
-        status.update("training, step", int(step["step"]), config["steps"], f"accuracy {step['accuracy']:.2f}")
+        status.update(
+            "training, step", int(step["step"]), config["steps"], f"accuracy {step['accuracy']:.2f}"
+        )
 
     result = pl.training.train(
         model, task, checkpoint_dir=folder, progress=show, backend="reference" if recurrent_state else None,
@@ -98,8 +105,12 @@ def run_cell(config: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
     model, training = train_model(config, folder, status)
     lengths = tuple(dict.fromkeys((config["length"], *LENGTHS)))
     status.update("measuring, part", 0, 2)
-    behaviour = pl.training.evaluate(model, task, lengths, n=128, trained_length=config["length"], seed=config["seed"])
-    fresh = pl.models.FormalConfig.for_task(config["arch"], task, seed=config["seed"] + 1000, embedding_std=1.0)
+    behaviour = pl.training.evaluate(
+        model, task, lengths, n=128, trained_length=config["length"], seed=config["seed"]
+    )
+    fresh = pl.models.FormalConfig.for_task(
+        config["arch"], task, seed=config["seed"] + 1000, embedding_std=1.0
+    )
     pairs = {
         name: task.pairs(config["n_pairs"], config["length"], seed=config["seed"], label="state", kind=kind)
         for name, kind in (("depth", "depth"), ("top", "type"))
@@ -157,7 +168,9 @@ def run(config: Config, progress: bool = True) -> Path:
     report = run_grid(run_cell, cells, store, workers=config.workers, progress=progress)
     if report.failed:
         text = "\n".join(report.failed.values())
-        raise pl.ProbelensError(f"{len(report.failed)} of {len(cells)} models failed; the others are kept.\n{text}")
+        raise pl.ProbelensError(
+            f"{len(report.failed)} of {len(cells)} models failed; the others are kept.\n{text}"
+        )
     from probelens.examples.quickstart_report import write
     from probelens.results import atomic_path
 

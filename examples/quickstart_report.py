@@ -47,7 +47,9 @@ def read(config: Mapping[str, Any], folder: Path) -> Cell:
     )
 
 
-def write(store: Store, cells: Sequence[tuple[Mapping[str, Any], Path]], config: Any, versions: Mapping[str, str]) -> Path:
+def write(
+    store: Store, cells: Sequence[tuple[Mapping[str, Any], Path]], config: Any, versions: Mapping[str, str]
+) -> Path:
     """Write ``report.html`` into the run folder."""
     found = [read(about, folder) for about, folder in cells]
     names = " and ".join(f"the {cell.name}" for cell in found)
@@ -95,7 +97,9 @@ def findings(cell: Cell) -> list[str]:
     """The main results of one model, one sentence each."""
     found, out = cell.profile, []
     late = found.behaviour["late"]
-    out.append(f"{cell.name}: answers {late:.1%} of positions after the 20th correctly at the length it was trained on.")
+    out.append(
+        f"{cell.name}: answers {late:.1%} of positions after the 20th correctly at the length it was trained on."
+    )
     for label in found.probes.labels:
         index, best = found.indices[label], found.probes.best(label)
         first = found.probes.row(found.probes.sites[0], label)
@@ -118,7 +122,9 @@ def _ablated(result: pl.AblationResult) -> str:
     worst = max(targets, key=lambda row: row["drop"])
     random = [r["drop"] for r in result.rows if r["site"] == worst["site"] and r["condition"] == "random"]
     where = "the embedding" if worst["layer"] == -1 else f"layer {worst['layer']}"
-    text = f"removing the probe's subspace costs most at {where}, {100 * worst['drop']:.0f} points of accuracy"
+    text = (
+        f"removing the probe's subspace costs most at {where}, {100 * worst['drop']:.0f} points of accuracy"
+    )
     if random:
         text += f" (random subspaces of equal rank {100 * sum(random) / len(random):.0f})"
     recovered = [r for r in targets if r["verdict"] == "inconclusive"]
@@ -215,7 +221,12 @@ def _needed(cell: Cell, config: Any) -> Section:
     )
     tables = [Table(f"{cell.name}: ablations by layer", rows)]
     return Section(
-        f"Needed: {cell.name}", text, charts, tables, note, explain=("ablation", "refit", "random", "tautological")
+        f"Needed: {cell.name}",
+        text,
+        charts,
+        tables,
+        note,
+        explain=("ablation", "refit", "random", "tautological"),
     )
 
 
@@ -244,7 +255,13 @@ def _sufficient(cells: Sequence[Cell], config: Any) -> Section:
         "The edited token is at a different place in every pair, in the first half."
     )
     note = "The last layer at the last position restores all of it by construction, since the answer is read from there."
-    return Section("Sufficient", text, charts, note="\n\n".join([note, *missing]), explain=("patching", "recovery", "vacuous"))
+    return Section(
+        "Sufficient",
+        text,
+        charts,
+        note="\n\n".join([note, *missing]),
+        explain=("patching", "recovery", "vacuous"),
+    )
 
 
 def _with(table: pd.DataFrame, model: str) -> pd.DataFrame:

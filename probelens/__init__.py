@@ -28,10 +28,11 @@ if TYPE_CHECKING:
         StoreError,
         UnknownHookError,
     )
-    from .hooks import HookPoint, at
+    from .hooks import at
     from .loading import load, wrap
     from .model import HookedModel
     from .patching import PatchResult, attribute, patch
+    from .points import HookPoint
     from .probing import LinearProbe, ProbeResult, probe
     from .profile import Profile, profile
     from .subspaces import Eraser, Subspace, leace
@@ -102,9 +103,10 @@ _NAMES = {
         "StoreError",
         "UnknownHookError",
     ),
-    "hooks": ("HookPoint", "at"),
+    "hooks": ("at",),
     "loading": ("load", "wrap"),
     "model": ("HookedModel",),
+    "points": ("HookPoint",),
     "patching": ("PatchResult", "attribute", "patch"),
     "probing": ("LinearProbe", "ProbeResult", "probe"),
     "profile": ("Profile", "profile"),

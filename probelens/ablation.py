@@ -15,8 +15,8 @@ from torch import Tensor
 
 from probelens.collect import collect
 from probelens.errors import InputError, MetricError, ShapeError
-from probelens.hooks import HookPoint
 from probelens.model import HookedModel
+from probelens.points import HookPoint
 from probelens.results import Result
 from probelens.sites import layer_of
 from probelens.sweep import Condition, Edit, Read, sweep
@@ -84,7 +84,9 @@ class AblationResult(Result):
         """Drop by layer beside its controls, and the refitted probe below."""
         from probelens import plots
 
-        return plots.ablation(self.to_dataframe(), metric=self.metric, percent=self.metric == "accuracy", title=title)
+        return plots.ablation(
+            self.to_dataframe(), metric=self.metric, percent=self.metric == "accuracy", title=title
+        )
 
 
 def ablate(
@@ -187,7 +189,9 @@ def ablate(
     _drops(rows, values, clean, chance if metric == "accuracy" else None, seed)
     refits = None
     if refit:
-        refits = _refits(rows, dict(zip(names, spaces.values(), strict=True)), acts, batch, label, alpha, mlp, seed)
+        refits = _refits(
+            rows, dict(zip(names, spaces.values(), strict=True)), acts, batch, label, alpha, mlp, seed
+        )
     _effects(rows, values, clean, chance if metric == "accuracy" else None, seed)
     _verdicts(rows, model, clean.mean().item(), chance if metric == "accuracy" else None, refit)
     count = scored.double().sum(0).clamp_min(1)
@@ -228,7 +232,9 @@ def _spaces(subspaces: Any, label: str) -> dict[str, Any]:
     }
 
 
-def _draws(space: Any, real: Tensor, kinds: Sequence[str], controls: int, seed: int) -> list[tuple[str, int, Any]]:
+def _draws(
+    space: Any, real: Tensor, kinds: Sequence[str], controls: int, seed: int
+) -> list[tuple[str, int, Any]]:
     """The subspace itself and its controls: condition, draw, what to remove."""
     from probelens import subspaces as make
 
@@ -238,7 +244,10 @@ def _draws(space: Any, real: Tensor, kinds: Sequence[str], controls: int, seed: 
         return out
     rank = space.rank
     if "random" in kinds:
-        out += [("random", i, make.random(rank, space.d, seed=seed * 1000 + i, mean=mean)) for i in range(controls)]
+        out += [
+            ("random", i, make.random(rank, space.d, seed=seed * 1000 + i, mean=mean))
+            for i in range(controls)
+        ]
     if "random_matched" in kinds:
         centred = real.double() - mean
         covariance = centred.T @ centred / len(centred)
@@ -313,7 +322,9 @@ def _chance(batch: Any, target: str) -> float:
     return (counts.max() / counts.sum()).item()
 
 
-def _drops(rows: list[dict[str, Any]], values: Tensor, clean: Tensor, chance: float | None, seed: int) -> None:
+def _drops(
+    rows: list[dict[str, Any]], values: Tensor, clean: Tensor, chance: float | None, seed: int
+) -> None:
     from probelens.stats import hierarchical_bootstrap
 
     # One bootstrap over examples for every row at once: the examples are the same in all of them.
@@ -328,7 +339,14 @@ def _drops(rows: list[dict[str, Any]], values: Tensor, clean: Tensor, chance: fl
 
 
 def _refits(
-    rows: list[dict[str, Any]], spaces: dict[str, Any], acts: Any, batch: Any, label: str, alpha: float, mlp: bool, seed: int
+    rows: list[dict[str, Any]],
+    spaces: dict[str, Any],
+    acts: Any,
+    batch: Any,
+    label: str,
+    alpha: float,
+    mlp: bool,
+    seed: int,
 ) -> Tensor:
     """Refit probes at every target; their accuracy by position. (target, pos)"""
     from probelens.probing import refit_accuracy
@@ -350,7 +368,9 @@ def _refits(
     return torch.stack(refits)
 
 
-def _effects(rows: list[dict[str, Any]], values: Tensor, clean: Tensor, chance: float | None, seed: int) -> None:
+def _effects(
+    rows: list[dict[str, Any]], values: Tensor, clean: Tensor, chance: float | None, seed: int
+) -> None:
     """N = D of the subspace − mean D of the controls that remove equal variance, paired over examples."""
     from probelens.stats import ratio_of_means
 
@@ -367,11 +387,16 @@ def _effects(rows: list[dict[str, Any]], values: Tensor, clean: Tensor, chance: 
             continue
         found = ratio_of_means((values[mine].mean(0) - values[i])[None], room[None], seed=seed, n_draws=1000)
         row.update(
-            effect=found.estimate.item(), effect_lo=found.low.item(), effect_hi=found.high.item(), effect_against=kind
+            effect=found.estimate.item(),
+            effect_lo=found.low.item(),
+            effect_hi=found.high.item(),
+            effect_against=kind,
         )
 
 
-def _verdicts(rows: list[dict[str, Any]], model: HookedModel, clean: float, chance: float | None, refit: bool) -> None:
+def _verdicts(
+    rows: list[dict[str, Any]], model: HookedModel, clean: float, chance: float | None, refit: bool
+) -> None:
     for row in rows:
         if row["condition"] != "target":
             continue

@@ -122,7 +122,7 @@ class Adapter:
         self.segments: dict[str, str] = {}
         self.cfg = ModelConfig(n_layers=0, d_model=0)
         self.tokenizer: Any = None
-        self._block_wraps: bool | None = None
+        self._block_outputs: int | None = None
         self._accepted: set[str] | None = None
 
     @classmethod
@@ -251,6 +251,10 @@ class Adapter:
             extra = {**extra, "attention_mask": mask}
         return Call((tokens,), extra, tokens if not tokens.is_floating_point() else None, mask)
 
+    def modules(self) -> list[nn.Module]:
+        """Every module whose training flag counts."""
+        return list(self.module.modules())
+
     def run(self, call: Call) -> Any:
         """Call the module, and give back what it returned."""
         return self.module(*call.args, **call.kwargs)
@@ -262,7 +266,7 @@ class Adapter:
 
     def output(self, raw: Any) -> Tensor:
         """The logits (or main output) in what the module returned. (batch, pos, d_vocab)"""
-        return pick(raw, "logits" if isinstance(raw, Mapping) and "logits" in raw else None, "output")  # type: ignore[no-any-return]
+        return pick(raw, "logits" if isinstance(raw, Mapping) and "logits" in raw else None, "output")
 
     def loss(self, logits: Tensor, call: Call) -> Tensor:
         """Mean next-token cross-entropy in nats, padding left out. ()
@@ -286,6 +290,13 @@ class Adapter:
         return (losses * weight).sum() / weight.sum()
 
     # -- starting and stopping at a block --------------------------------------------------------
+
+    def rereads(self, layer: int) -> bool:
+        """Whether block ``layer`` or a later one reads something else than the residual stream.
+
+        Then a patched residual doesn't bring another run back, and no run can start there.
+        """
+        return False
 
     def can_skip(self) -> bool:
         """Whether a run can start at or stop before every block, and at the readout after the last."""
@@ -312,7 +323,9 @@ class Adapter:
                 values = args if args else tuple(kwargs.values())
                 raise StopForward(pick(values, None, f"residual entering block {layer}"))
 
-        handle = self.module.get_submodule(path).register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
+        handle = self.module.get_submodule(path).register_forward_pre_hook(
+            stop, with_kwargs=True, prepend=True
+        )
         try:
             yield
         finally:
@@ -322,7 +335,7 @@ class Adapter:
     def starting_at(self, layer: int, resid: Tensor) -> Iterator[None]:
         """Skip the blocks before ``layer`` and feed it ``resid``."""
         thread = threading.get_ident()
-        wraps = self._returns_tuple() if layer else False
+        outputs = self._outputs_of_block() if layer else 0
 
         def feed(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if threading.get_ident() != thread:
@@ -337,7 +350,7 @@ class Adapter:
                     return native(*args, **kwargs)
                 values = args if args else tuple(kwargs.values())
                 hidden = pick(values, None, "residual")
-                return (hidden,) if wraps else hidden
+                return (hidden, *[None] * (outputs - 1)) if outputs else hidden
 
             return forward
 
@@ -351,13 +364,13 @@ class Adapter:
             stack.callback(handle.remove)
             yield
 
-    def _returns_tuple(self) -> bool:
-        # Blocks return a tensor or a tuple depending on the transformers version; the loop around
-        # them expects one or the other, so look once at what a block really returns.
-        if self._block_wraps is None:
-            seen: list[bool] = []
+    def _outputs_of_block(self) -> int:
+        # Blocks return a tensor (0 here) or a tuple of some length, depending on the class and on the
+        # transformers version; the loop around them expects that, so look once at what one returns.
+        if self._block_outputs is None:
+            seen: list[int] = []
             block = self.module.get_submodule(self.blocks[0])
-            handle = block.register_forward_hook(lambda m, a, out: seen.append(isinstance(out, tuple)))
+            handle = block.register_forward_hook(lambda m, a, out: seen.append(len(out) if isinstance(out, tuple) else 0))
             call = self.call(torch.zeros(1, 1, dtype=torch.long, device=self.device()), None, {})
             try:
                 with torch.no_grad(), self.stopping_at(min(1, len(self.blocks))):
@@ -368,5 +381,5 @@ class Adapter:
                 handle.remove()
             if not seen:
                 raise ShapeError(f"block {self.blocks[0]!r} wasn't called by the model's forward")
-            self._block_wraps = seen[0]
-        return self._block_wraps
+            self._block_outputs = seen[0]
+        return self._block_outputs

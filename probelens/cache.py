@@ -93,7 +93,9 @@ def slice_positions(tensor: Tensor, pos: Slice, axis: int = 1) -> Tensor:
     if pos is None:
         return tensor
     if tensor.ndim <= axis:
-        raise ShapeError(f"positions {pos!r} asked of a tensor of shape {tuple(tensor.shape)}: no position axis")
+        raise ShapeError(
+            f"positions {pos!r} asked of a tensor of shape {tuple(tensor.shape)}: no position axis"
+        )
     length = tensor.shape[axis]
     if isinstance(pos, tuple):
         pos = slice(*pos)
@@ -103,8 +105,10 @@ def slice_positions(tensor: Tensor, pos: Slice, axis: int = 1) -> Tensor:
         raise ShapeError(
             f"position {bad[0]} asked for, but the sequence has {length}: allowed are {-length} to {length - 1}"
         )
-    lead = (slice(None),) * axis
-    return tensor[(*lead, pos)] if isinstance(pos, (int, slice)) else tensor[(*lead, wanted)]
+    turned = tensor.movedim(axis, 0)
+    if isinstance(pos, int):
+        return turned[pos]
+    return (turned[pos] if isinstance(pos, slice) else turned[wanted]).movedim(0, axis)
 
 
 class ActivationCache(Mapping[str, Tensor]):
@@ -119,7 +123,9 @@ class ActivationCache(Mapping[str, Tensor]):
         has_batch_dim: False once the batch axis of size 1 was removed.
     """
 
-    def __init__(self, cache_dict: Mapping[str, Tensor], model: HookedModel | None, has_batch_dim: bool = True):
+    def __init__(
+        self, cache_dict: Mapping[str, Tensor], model: HookedModel | None, has_batch_dim: bool = True
+    ):
         self.cache_dict = dict(cache_dict)
         self.model = model
         self.has_batch_dim = has_batch_dim
@@ -175,7 +181,9 @@ class ActivationCache(Mapping[str, Tensor]):
         size = sum(t.numel() * t.element_size() for t in self.cache_dict.values())
         return f"ActivationCache({len(self)} activations, {size / 2**20:.1f} MiB)"
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> ActivationCache:
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> ActivationCache:
         """A cache with every activation on a device or of a dtype. This one stays as it is."""
         moved = {n: t.to(device=device, dtype=dtype) for n, t in self.cache_dict.items()}
         return ActivationCache(moved, self.model, self.has_batch_dim)
@@ -202,7 +210,9 @@ class ActivationCache(Mapping[str, Tensor]):
         kept = {n: t[index] for n, t in self.cache_dict.items()}
         return ActivationCache(kept, self.model, not isinstance(index, int))
 
-    def stack_activation(self, activation_name: str, layer: int = -1, sublayer_type: str | None = None) -> Tensor:
+    def stack_activation(
+        self, activation_name: str, layer: int = -1, sublayer_type: str | None = None
+    ) -> Tensor:
         """One activation of several layers in one tensor.
 
         Args:
@@ -245,7 +255,7 @@ class ActivationCache(Mapping[str, Tensor]):
             UnknownHookError: The cache lacks one of them.
         """
         n_layers = self.model.cfg.n_layers if self.model is not None else self._n_layers()
-        upto = n_layers if layer in (None, -1) else int(layer)  # type: ignore[arg-type]
+        upto = n_layers if layer in (None, -1) else int(layer or 0)
         parts: list[Tensor] = []
         labels: list[str] = []
         for i in range(upto + 1):

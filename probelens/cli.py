@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.do(args))
     except KeyboardInterrupt:
-        print("interrupted; what was finished is kept, and the same command goes on from there", file=sys.stderr)
+        print(
+            "interrupted; what was finished is kept, and the same command goes on from there", file=sys.stderr
+        )
         return 130
     except ProbelensError as err:
         if args.debug:
@@ -68,11 +70,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(debug=False)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
-    run = commands.add_parser("run", parents=[common], help="run a recipe", description="Run a recipe by name.")
+    run = commands.add_parser(
+        "run", parents=[common], help="run a recipe", description="Run a recipe by name."
+    )
     run.add_argument("recipe", metavar="NAME", help="see `probelens list`")
     run.add_argument("--preset", default=None, help="a named set of settings of the recipe")
     run.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="change one setting; repeatable"
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="settings",
+        help="change one setting; repeatable",
     )
     run.add_argument("--quiet", action="store_true", help="no progress bars")
     run.set_defaults(do=_run)
@@ -83,7 +92,9 @@ def _parser() -> argparse.ArgumentParser:
 
     hooks = commands.add_parser("hooks", parents=[common], help="the hook points of a model")
     hooks.add_argument("model", metavar="MODEL", help="hub id or folder")
-    hooks.add_argument("--match", default=None, metavar="GLOB", help="only names that fit, such as 'blocks.0.*'")
+    hooks.add_argument(
+        "--match", default=None, metavar="GLOB", help="only names that fit, such as 'blocks.0.*'"
+    )
     hooks.add_argument("--json", action="store_true", help="machine-readable")
     hooks.set_defaults(do=_hooks)
     return parser
@@ -111,7 +122,7 @@ def _run(args: argparse.Namespace) -> int:
 def _list(args: argparse.Namespace) -> int:
     from probelens.examples import RECIPES
 
-    found = []
+    found: list[dict[str, Any]] = []
     for name in RECIPES:
         recipe = _recipe(name)
         defaults = recipe.Config()
@@ -215,7 +226,9 @@ def _parse(key: str, value: str, hint: Any) -> Any:
         try:
             return hint(value)
         except ValueError:
-            raise InputError(f"{key}={value!r} is not {'an integer' if hint is int else 'a number'}") from None
+            raise InputError(
+                f"{key}={value!r} is not {'an integer' if hint is int else 'a number'}"
+            ) from None
     return value
 
 

@@ -125,14 +125,20 @@ def collect(
     tokens, mask, attention = _inputs(model, batch, attention_mask)
     names = expand(model, sites)
     if batch_size < 1 or len(tokens) == 0:
-        raise InputError(f"collect needs sequences and a batch size of at least 1, got {len(tokens)} and {batch_size}")
+        raise InputError(
+            f"collect needs sequences and a batch size of at least 1, got {len(tokens)} and {batch_size}"
+        )
     if isinstance(pos, int):
         pos = [pos]
     length = tokens.shape[1]
     kept = _positions(pos, length)
     last = max((model.point(n).layer() + 1 for n in names if n.startswith("blocks.")), default=0)
     inner = all(n.startswith("blocks.") for n in names) and model.can_skip()
-    store: _Memory | _Disk = _Memory(len(tokens)) if out is None else _Disk(Path(out), len(tokens), _key(model, tokens, names, kept, dtype))
+    store: _Memory | _Disk = (
+        _Memory(len(tokens))
+        if out is None
+        else _Disk(Path(out), len(tokens), _key(model, tokens, names, kept, dtype))
+    )
     chunks = torch.arange(len(tokens)).split(batch_size)
     with torch.no_grad(), model.evaluating(), progress_bar(len(tokens), "sequences", progress) as bar:
         for rows in chunks:
@@ -178,11 +184,15 @@ def padding_mask(mask: Tensor | None) -> Tensor | None:
     return real if bool(gap) else None
 
 
-def _inputs(model: HookedModel, batch: Any, attention: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _inputs(
+    model: HookedModel, batch: Any, attention: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     tokens = getattr(batch, "tokens", None)
     if isinstance(tokens, Tensor):
         return tokens, getattr(batch, "mask", None), attention
-    if isinstance(batch, str) or (isinstance(batch, (list, tuple)) and batch and all(isinstance(t, str) for t in batch)):
+    if isinstance(batch, str) or (
+        isinstance(batch, (list, tuple)) and batch and all(isinstance(t, str) for t in batch)
+    ):
         tokens, made = model._tokenize(batch)
         attention = made if attention is None else attention
     elif isinstance(batch, Tensor):
@@ -190,7 +200,9 @@ def _inputs(model: HookedModel, batch: Any, attention: Tensor | None) -> tuple[T
     elif isinstance(batch, Mapping) or hasattr(batch, "column_names"):
         columns = batch if isinstance(batch, Mapping) else {c: batch[c] for c in batch.column_names}
         if "input_ids" not in columns:
-            raise InputError(f"inputs need a column 'input_ids', found {sorted(columns)}. Tokenize the text first.")
+            raise InputError(
+                f"inputs need a column 'input_ids', found {sorted(columns)}. Tokenize the text first."
+            )
         tokens, made = _padded(columns["input_ids"], columns.get("attention_mask"))
         attention = made if attention is None else attention
     else:
@@ -276,7 +288,9 @@ class _Disk:
             found = json.loads(self.record.read_text())
             same, self.done, self.files = found["key"] == key, int(found["done"]), dict(found["files"])
         except (ValueError, KeyError, TypeError, OSError) as err:
-            raise StoreError(f"{str(self.record)!r} is damaged ({err}). Remove the folder or choose another.") from err
+            raise StoreError(
+                f"{str(self.record)!r} is damaged ({err}). Remove the folder or choose another."
+            ) from err
         if not same:
             raise StoreError(
                 f"{str(folder)!r} holds activations of other data, sites, positions or another model. "
@@ -291,14 +305,18 @@ class _Disk:
         try:
             return np.load(path, mmap_mode="r+", allow_pickle=False)
         except (OSError, ValueError) as err:
-            raise StoreError(f"{str(path)!r} can't be read: {err}. Remove the folder to collect again.") from err
+            raise StoreError(
+                f"{str(path)!r} can't be read: {err}. Remove the folder to collect again."
+            ) from err
 
     def put(self, start: int, found: Mapping[str, Tensor]) -> None:
         import numpy as np
 
         for i, (name, tensor) in enumerate(found.items()):
             if tensor.dtype == torch.bfloat16:
-                raise InputError("bfloat16 can't be streamed to disk. Give dtype=torch.float16 or torch.float32")
+                raise InputError(
+                    "bfloat16 can't be streamed to disk. Give dtype=torch.float16 or torch.float32"
+                )
             values = tensor.numpy()
             if name not in self.maps:
                 file = f"site_{i:03d}.npy"
@@ -321,9 +339,13 @@ class _Disk:
         return {name: torch.from_numpy(held) for name, held in self.maps.items()}
 
 
-def _key(model: HookedModel, tokens: Tensor, names: list[str], kept: Tensor, dtype: torch.dtype | None) -> str:
+def _key(
+    model: HookedModel, tokens: Tensor, names: list[str], kept: Tensor, dtype: torch.dtype | None
+) -> str:
     digest = hashlib.sha256()
-    digest.update(json.dumps([model.cfg.model_name, names, str(dtype), list(tokens.shape), kept.tolist()]).encode())
+    digest.update(
+        json.dumps([model.cfg.model_name, names, str(dtype), list(tokens.shape), kept.tolist()]).encode()
+    )
     digest.update(tokens.cpu().contiguous().numpy().tobytes())
     for name, p in model.module.named_parameters():
         # A few numbers of every weight tell two checkpoints apart without reading all of them.

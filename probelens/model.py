@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from probelens.adapter import Adapter, Call, ModelConfig, StopForward
-from probelens.cache import ActivationCache, Slice, slice_positions
-from probelens.errors import InputError, ShapeError, UnknownHookError, nearest
-from probelens.hooks import Direction, Entry, HookFn, HookPoint, Site, Switchboard, check_fired
+from probelens.adapter import Adapter, ModelConfig, StopForward
+from probelens.cache import ActivationCache, Slice
+from probelens.errors import InputError, UnknownHookError
+from probelens.hooks import Direction, Entry, HookFn, Switchboard, check_fired
+from probelens.inputs import ModelInputs, described
+from probelens.names import NamesFilter
+from probelens.points import HookPoint
+from probelens.recording import recorders
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from probelens.verify import VerifyReport
 
 __all__ = ["HookSpec", "HookedModel", "NamesFilter"]
 
-NamesFilter = str | Iterable[str] | Callable[[str], bool] | None
 HookSpec = tuple["str | HookPoint | Callable[[str], bool] | Iterable[str]", HookFn]
 ReturnType = Literal["logits", "loss", "both"] | None
 
 
-class HookedModel:
+class HookedModel(ModelInputs):
     """A model with hook points, made by ``probelens.wrap`` or ``probelens.load``.
 
     The user's module stays what it is: same class, same state dict, same results. PyTorch hooks
@@ -40,14 +39,8 @@ class HookedModel:
     """
 
     def __init__(self, module: nn.Module, adapter: Adapter) -> None:
-        self.module = module
-        self.adapter = adapter
+        super().__init__(module, adapter)
         self._board = Switchboard(module, adapter)
-        self._points: dict[str, HookPoint] = {}
-        self._aliases: dict[str, str] = {}
-        for point in adapter.all_points:
-            self._points[point.name] = point
-            self._aliases.update(dict.fromkeys(point.aliases, point.name))
         self._added: list[Entry] = []
 
     def __repr__(self) -> str:
@@ -65,246 +58,6 @@ class HookedModel:
         cfg.device = self.adapter.device()
         cfg.dtype = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), cfg.dtype)
         return cfg
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer, or None."""
-        return self.adapter.tokenizer
-
-    @property
-    def hook_dict(self) -> dict[str, HookPoint]:
-        """Every advertised hook point by canonical name, in the order of the forward pass."""
-        return dict(self._points)
-
-    def hook_points(self) -> pd.DataFrame:
-        """A table of the hook points: name, kind, axes, module, aliases, note."""
-        import pandas as pd
-
-        return pd.DataFrame(
-            [
-                {
-                    "name": p.name, "kind": p.kind, "axes": ", ".join(p.axes), "module": p.module,
-                    "aliases": ", ".join(p.aliases), "note": p.note,
-                }
-                for p in self._points.values()
-            ],
-            columns=["name", "kind", "axes", "module", "aliases", "note"],
-        )  # fmt: skip
-
-    def alias(self, name: str) -> str:
-        """The canonical name of an alias; other names come back as they are."""
-        return self._aliases.get(name, name)
-
-    def point(self, name: str | HookPoint) -> HookPoint:
-        """The hook point of a canonical name, an alias or a raw module path.
-
-        Args:
-            name: For example ``"blocks.3.hook_resid_post"``, or
-                ``"gpt_neox.layers.3.mlp.hook_out"`` for any module path of the user's model.
-
-        Raises:
-            UnknownHookError: There is none; the message names the nearest and says why.
-        """
-        if isinstance(name, HookPoint):
-            name = name.name
-        if not isinstance(name, str):
-            raise UnknownHookError(f"a hook point's name is a string, got {name!r}")
-        name = self.alias(name)
-        if name in self._points:
-            return self._points[name]
-        own = self.adapter.find(name)
-        if own is not None:
-            return own
-        path, _, side = name.rpartition(".hook_")
-        if side in ("in", "out") and self._has_module(path):
-            return HookPoint(name, "boundary", (), path, site=Site(path, side))  # type: ignore[arg-type]
-        raise UnknownHookError(self._unknown(name))
-
-    def _has_module(self, path: str) -> bool:
-        try:
-            self.module.get_submodule(path)
-        except AttributeError:
-            return False
-        return True
-
-    def _unknown(self, name: str) -> str:
-        kind, n = type(self.module).__name__, self.cfg.n_layers
-        text = f"hook point {name!r} not found"
-        found = re.match(r"blocks\.(\d+)\.(.*)", name)
-        if found and int(found[1]) >= n:
-            last = f"blocks.{n - 1}.{found[2]}"
-            near = [last] if last in self._points or last in self._aliases else []
-            text += f": this {kind} has {n} blocks"
-        else:
-            near = []
-            reason = self.adapter.absent(name)
-            text += f": {reason}" if reason else f" in this {kind}"
-        near = near or nearest(name, [*self._points, *self._aliases])
-        if not near:
-            paths = [f"{path}.hook_out" for path, _ in self.module.named_modules() if path]
-            near = nearest(name, paths)
-        listed = ", ".join(repr(x) for x in near) or "none"
-        return f"{text}. Nearest: {listed}. All names: model.hook_points()"
-
-    def match(self, names: NamesFilter | HookPoint) -> tuple[list[HookPoint], bool]:
-        """The points that a names filter means, and whether each was named by the caller.
-
-        Args:
-            names: None for all; a name; a glob such as ``"blocks.*.hook_resid_post"``; a predicate
-                on names; or an iterable of names and globs.
-
-        Raises:
-            UnknownHookError: A name or pattern that fits nothing.
-        """
-        if names is None:
-            return list(self._points.values()), False
-        if isinstance(names, HookPoint):
-            return [self.point(names)], True
-        if isinstance(names, str):
-            if not any(c in names for c in "*?["):
-                return [self.point(names)], True
-            found = fnmatch.filter(self._points, names)
-            aliased = [self._aliases[a] for a in fnmatch.filter(self._aliases, names)]
-            if not found and not aliased:
-                found = self._raw_matches(names)
-            if not found and not aliased:
-                raise UnknownHookError(f"pattern {names!r} fits no hook point. All names: model.hook_points()")
-            return [self.point(n) for n in dict.fromkeys([*found, *aliased])], False
-        if callable(names):
-            found = [n for n in self._points if names(n)]
-            if not found:
-                raise UnknownHookError(
-                    "the names filter accepted no hook point. All names: model.hook_points()"
-                )
-            return [self._points[n] for n in found], False
-        points: dict[str, HookPoint] = {}
-        explicit = True
-        for name in names:
-            some, named = self.match(name)
-            points.update({p.name: p for p in some})
-            explicit = explicit and named
-        if not points:
-            raise UnknownHookError("the names filter is an empty list. Give None for every hook point")
-        return list(points.values()), explicit
-
-    def _raw_matches(self, pattern: str) -> list[str]:
-        paths = [p for p, _ in self.module.named_modules() if p]
-        return fnmatch.filter([f"{p}.hook_{side}" for p in paths for side in ("in", "out")], pattern)
-
-    # -- tokens -------------------------------------------------------------------------------------
-
-    def to_tokens(self, input: str | list[str], prepend_bos: bool | None = None) -> Tensor:
-        """Token ids of text, padded to the longest. (batch, pos)
-
-        Args:
-            input: One string or several.
-            prepend_bos: Put the beginning-of-sequence token in front; None for the tokenizer's habit.
-
-        Raises:
-            InputError: The model has no tokenizer.
-        """
-        return self._tokenize(input, prepend_bos)[0]
-
-    def to_string(self, tokens: Tensor) -> str | list[str]:
-        """Text of token ids: one string for (pos,), a list for (batch, pos)."""
-        tokens = torch.as_tensor(tokens)
-        decode = self._need_tokenizer().decode
-        if tokens.ndim <= 1:
-            return str(decode(tokens.reshape(-1).tolist()))
-        return [str(decode(row.tolist())) for row in tokens]
-
-    def to_str_tokens(self, input: str | Tensor, prepend_bos: bool | None = None) -> list[str]:
-        """The text of each token of one string or one row of ids."""
-        tokens = self.to_tokens(input, prepend_bos)[0] if isinstance(input, str) else torch.as_tensor(input)
-        return [str(self.to_string(t.reshape(1))) for t in tokens.reshape(-1)]
-
-    def to_single_token(self, string: str) -> int:
-        """The id of a string that is one token. Raises InputError if it is several."""
-        ids = self.to_tokens(string, prepend_bos=False)[0].tolist()
-        if len(ids) != 1:
-            raise InputError(f"{string!r} is {len(ids)} tokens ({self.to_str_tokens(string, False)}), not one")
-        return int(ids[0])
-
-    def _need_tokenizer(self) -> Any:
-        if self.tokenizer is None:
-            raise InputError(
-                f"text given, but this {type(self.module).__name__} has no tokenizer. "
-                "Give tokens (batch, pos), or pl.wrap(module, tokenizer=...)"
-            )
-        return self.tokenizer
-
-    def _tokenize(self, text: str | Sequence[str], prepend_bos: bool | None = None) -> tuple[Tensor, Tensor | None]:
-        tokenizer = self._need_tokenizer()
-        texts = [text] if isinstance(text, str) else list(text)
-        rows = [list(tokenizer(t, add_special_tokens=prepend_bos is None)["input_ids"]) for t in texts]
-        if prepend_bos:
-            if tokenizer.bos_token_id is None:
-                raise InputError("prepend_bos=True, but the tokenizer has no beginning-of-sequence token")
-            rows = [[tokenizer.bos_token_id, *row] for row in rows]
-        width = max((len(row) for row in rows), default=0)
-        if not width:
-            raise InputError(f"the text {text!r} gives no tokens")
-        if all(len(row) == width for row in rows):
-            return torch.tensor(rows, device=self.adapter.device()), None
-        pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-        left = getattr(tokenizer, "padding_side", "right") == "left"
-        tokens, mask = [], []
-        for row in rows:
-            gap = width - len(row)
-            tokens.append([pad] * gap + row if left else row + [pad] * gap)
-            mask.append([0] * gap + [1] * len(row) if left else [1] * len(row) + [0] * gap)
-        device = self.adapter.device()
-        return torch.tensor(tokens, device=device), torch.tensor(mask, device=device)
-
-    def _call(self, inputs: Any, mask: Tensor | None, start: int | None, extra: dict[str, Any]) -> Call:
-        device = self.adapter.device()
-        bos = extra.pop("prepend_bos", None)
-        if mask is not None:
-            mask = torch.as_tensor(mask).to(device)
-        if start is not None:
-            if not isinstance(inputs, Tensor) or not inputs.is_floating_point() or inputs.ndim != 3:
-                raise ShapeError(
-                    f"start_at_layer={start} needs the residual entering that block, (batch, pos, d_model), "
-                    f"got {_described(inputs)}"
-                )
-            return self.adapter.resid_call(inputs.to(device), mask, extra)
-        if isinstance(inputs, str) or (
-            isinstance(inputs, (list, tuple)) and len(inputs) > 0 and all(isinstance(t, str) for t in inputs)
-        ):
-            tokens, made = self._tokenize(inputs, bos)
-            return self.adapter.call(tokens, made if mask is None else mask, extra)
-        if isinstance(inputs, Mapping):
-            kwargs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
-            mask = mask if mask is not None else kwargs.get("attention_mask")
-            if mask is not None:
-                kwargs["attention_mask"] = mask
-            tokens = kwargs.get("input_ids")
-            self._check_tokens(tokens)
-            return Call((), {**kwargs, **extra}, tokens, mask)
-        if isinstance(inputs, (list, tuple)):
-            try:
-                inputs = torch.tensor(inputs)
-            except (ValueError, TypeError, RuntimeError) as err:
-                raise InputError(f"inputs must be tokens, text or a mapping of keywords, got {inputs!r}") from err
-        if isinstance(inputs, Tensor):
-            if not inputs.is_floating_point() and inputs.ndim == 1:
-                inputs = inputs[None]
-            self._check_tokens(inputs)
-            return self.adapter.call(inputs.to(device), mask, extra)
-        return self.adapter.call(inputs, mask, extra)
-
-    def _check_tokens(self, tokens: Any) -> None:
-        vocab = self.adapter.cfg.d_vocab
-        if not isinstance(tokens, Tensor) or tokens.is_floating_point() or not vocab:
-            return
-        if tokens.numel() == 0 or tokens.ndim != 2:
-            raise ShapeError(f"tokens must be (batch, pos) and not empty, got shape {tuple(tokens.shape)}")
-        low, high = (int(x) for x in torch.aminmax(tokens))
-        if low < 0 or high >= vocab:
-            bad = low if low < 0 else high
-            raise InputError(
-                f"token id {bad} is outside the vocabulary: this {type(self.module).__name__} takes ids 0 to {vocab - 1}"
-            )
 
     # -- running ------------------------------------------------------------------------------------
 
@@ -337,7 +90,10 @@ class HookedModel:
             UnknownHookError: A layer out of range.
             HookNotFiredError: A hook of ``add_hook`` that this run should have reached.
         """
-        start, stop = self._layer(start_at_layer, "start_at_layer"), self._layer(stop_at_layer, "stop_at_layer")
+        start, stop = (
+            self._layer(start_at_layer, "start_at_layer"),
+            self._layer(stop_at_layer, "stop_at_layer"),
+        )
         added = [e for e in self._added if e.here() and self._reached(e.point, start, stop)]
         before = [e.fired + e.attached for e in added]
         out = self._forward(inputs, return_type, start, stop, attention_mask, kw)
@@ -540,7 +296,7 @@ class HookedModel:
             HookNotFiredError: A point asked for was not reached.
         """
         points = self._wanted(names_filter, start_at_layer, stop_at_layer)
-        cache, fwd, bwd = self._recorders(points, incl_bwd, device, dtype, pos_slice)
+        cache, fwd, bwd = recorders(points, incl_bwd, device, dtype, pos_slice)
         entries = [*fwd, *bwd]
         with self._board.listening(entries):
             out = self(inputs, return_type, stop_at_layer, start_at_layer, **kw)
@@ -549,7 +305,7 @@ class HookedModel:
                 if not isinstance(out, Tensor) or out.numel() != 1:
                     raise InputError(
                         "incl_bwd=True calls .backward() on the output, which must be one number. "
-                        f'Use return_type="loss"; got {_described(out)}'
+                        f'Use return_type="loss"; got {described(out)}'
                     )
                 out.backward()
                 check_fired(entries)
@@ -576,7 +332,7 @@ class HookedModel:
         """
         cache = {} if cache is None else cache
         points = self._wanted(names_filter, None, None)
-        _, fwd, bwd = self._recorders(points, incl_bwd, device, None, pos_slice, cache, remove_batch_dim)
+        _, fwd, bwd = recorders(points, incl_bwd, device, None, pos_slice, cache, remove_batch_dim)
         return cache, [(e.point.name, e.fn) for e in fwd], [(e.point.name, e.fn) for e in bwd]
 
     def _wanted(self, names: NamesFilter, start: int | None, stop: int | None) -> list[HookPoint]:
@@ -585,34 +341,6 @@ class HookedModel:
             return points
         lo, hi = self._layer(start, "start_at_layer"), self._layer(stop, "stop_at_layer")
         return [p for p in points if self._reached(p, lo, hi)]
-
-    def _recorders(
-        self, points: Iterable[HookPoint], incl_bwd: bool, device: Any, dtype: torch.dtype | None,
-        pos_slice: Slice, cache: dict[str, Any] | None = None, squeeze: bool = False,
-    ) -> tuple[dict[str, Any], list[Entry], list[Entry]]:  # fmt: skip
-        cache = {} if cache is None else cache
-
-        def copy(tensor: Tensor, hook: HookPoint) -> Tensor:
-            kept = tensor.detach()
-            kept = kept if hook.pos is not None else slice_positions(kept, pos_slice, hook.pos_axis)
-            kept = kept.to(device=device, dtype=dtype, copy=True)
-            return kept[0] if squeeze else kept
-
-        def record(tensor: Tensor, hook: HookPoint, suffix: str = "") -> None:
-            name = hook.name + suffix
-            if hook.pos is None:
-                cache[name] = copy(tensor, hook)
-            elif _kept(hook.pos, hook.length, pos_slice):
-                if hook.pos == 0 or not isinstance(cache.get(name), list):
-                    cache[name] = []
-                cache[name].append(copy(tensor, hook))
-
-        def record_grad(tensor: Tensor, hook: HookPoint) -> None:
-            record(tensor, hook, "_grad")
-
-        fwd = [Entry(p, record, "fwd", reads=True) for p in points]
-        bwd = [Entry(p, record_grad, "bwd") for p in points] if incl_bwd else []
-        return cache, fwd, bwd
 
     # -- hooks that stay ------------------------------------------------------------------------------
 
@@ -729,7 +457,7 @@ class HookedModel:
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[HookedModel]:
         """Eval mode inside the block; every module's own training flag comes back after it."""
-        flags = {m: m.training for m in self.module.modules()}
+        flags = {m: m.training for m in self.adapter.modules()}
         try:
             self.module.eval()
             yield self
@@ -764,20 +492,3 @@ class HookedModel:
 def _unfired(entry: Entry) -> Entry:
     fresh = Entry(entry.point, entry.fn, entry.dir)
     return fresh
-
-
-def _kept(pos: int, length: int | None, wanted: Slice) -> bool:
-    if wanted is None:
-        return True
-    if isinstance(wanted, tuple):
-        wanted = slice(*wanted)
-    if isinstance(wanted, slice):
-        return length is None or pos in range(*wanted.indices(length))
-    several = [wanted] if isinstance(wanted, int) else [int(p) for p in wanted]
-    return pos in several or (length is not None and pos - length in several)
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
-    return f"a {type(value).__name__}"

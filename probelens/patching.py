@@ -15,9 +15,9 @@ from torch import Tensor
 
 from probelens.collect import collect, padding_mask
 from probelens.errors import InputError, MetricError, ShapeError
-from probelens.hooks import HookPoint
 from probelens.metrics import logit_diff
 from probelens.model import HookedModel
+from probelens.points import HookPoint
 from probelens.results import Result
 from probelens.sites import Sites, expand, layer_of
 from probelens.sweep import Condition, Edit, Read, sweep
@@ -163,7 +163,7 @@ class PatchResult(Result):
         lo, hi = self.interval(correct_only=correct_only)
         where = [int(p) if p.isdigit() else i for i, p in enumerate(self.positions)]
         return plots.patch_heatmap(
-            self.recovery(correct_only), self.sites, where, tokens=tokens, lo=lo, hi=hi, mode=self.mode
+            self.recovery(correct_only), self.sites, where, tokens=tokens, lo=lo, hi=hi, mode="noise" if self.mode == "noise" else "denoise"
         )
 
 
@@ -222,7 +222,14 @@ def patch(
         for j, column in enumerate(columns)
     ]
     run = sweep(
-        model, into, conditions, read, batch_size=batch_size, attention_mask=mask, progress=progress, describe="patches"
+        model,
+        into,
+        conditions,
+        read,
+        batch_size=batch_size,
+        attention_mask=mask,
+        progress=progress,
+        describe="patches",
     )
     other = sweep(model, source, (), read, batch_size=batch_size, attention_mask=mask)
     clean, corrupted = (other.base, run.base) if mode == "denoise" else (run.base, other.base)
@@ -293,7 +300,9 @@ def attribute(
     chunks = torch.arange(len(pairs)).split(batch_size)
     with model.evaluating(), progress_bar(len(chunks), "backward passes", progress) as bar:
         for rows in chunks:
-            found, value = _first_order(model, into[rows], None if mask is None else mask[rows], names, values, rows, read)
+            found, value = _first_order(
+                model, into[rows], None if mask is None else mask[rows], names, values, rows, read
+            )
             cells = [torch.stack([_at_column(x, c, rows) for c in columns]) for x in found]
             parts.append(torch.stack(cells) + value)
             base.append(value)
@@ -352,7 +361,7 @@ def _replace(model: HookedModel, name: str, values: Tensor, column: Tensor | Non
         new = value[:, hook.pos].to(tensor)
         if where is None:
             return new
-        chosen = (where == hook.pos).to(tensor.device).reshape(-1, *[1] * (tensor.ndim - 1))
+        chosen = torch.eq(where, hook.pos or 0).to(tensor.device).reshape(-1, *[1] * (tensor.ndim - 1))
         return torch.where(chosen, new, tensor)
 
     def whole(tensor: Tensor, hook: HookPoint, value: Tensor, where: Tensor | None = None) -> Tensor:
@@ -388,7 +397,9 @@ def _columns(pos: Pos, length: int, n: int) -> tuple[list[Tensor | None], list[s
         return [None], ["all"]
     if isinstance(pos, str):
         if pos != "each":
-            raise InputError(f"pos={pos!r} is not known. Allowed: None, 'each', an int, a slice, a list, a tensor")
+            raise InputError(
+                f"pos={pos!r} is not known. Allowed: None, 'each', an int, a slice, a list, a tensor"
+            )
         pos = slice(None)
     if isinstance(pos, Tensor) and pos.ndim == 1 and len(pos) == n and n != 0:
         if bool(((pos < -length) | (pos >= length)).any()):

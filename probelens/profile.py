@@ -164,7 +164,15 @@ def profile(
             probes.sequences(label)[None], baseline[label], solved=behaviour["late"], seed=seed
         )
     return Profile(
-        probes, ablations, patches, indices, behaviour, baseline, dict(task.config), length, model.cfg.model_name
+        probes,
+        ablations,
+        patches,
+        indices,
+        behaviour,
+        baseline,
+        dict(task.config),
+        length,
+        model.cfg.model_name,
     )
 
 

@@ -23,4 +23,10 @@ def progress_bar(total: int | None, describe: str, show: bool, **kw: Any) -> Any
     from tqdm.auto import tqdm
 
     notebook = "ipykernel" in sys.modules
-    return tqdm(total=total, desc=describe, disable=not show or not (notebook or sys.stderr.isatty()), leave=False, **kw)
+    return tqdm(
+        total=total,
+        desc=describe,
+        disable=not show or not (notebook or sys.stderr.isatty()),
+        leave=False,
+        **kw,
+    )

@@ -31,7 +31,7 @@ def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
     return found
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _load(name: str) -> type[Adapter] | str:
     """The adapter class behind an entry point, or why it can't be used."""
     try:
@@ -64,7 +64,9 @@ def adapters() -> dict[str, type[Adapter]]:
     return dict(sorted(usable.items(), key=lambda item: (-item[1].priority, item[0])))
 
 
-def find_adapter(module: Any, name: str | None = None, options: dict[str, Any] | None = None) -> type[Adapter]:
+def find_adapter(
+    module: Any, name: str | None = None, options: dict[str, Any] | None = None
+) -> type[Adapter]:
     """The adapter class for a model.
 
     Args:

@@ -117,7 +117,9 @@ def sweep(
         HookNotFiredError: An edit that the run didn't reach.
     """
     if batch_size < 1 or len(tokens) == 0:
-        raise InputError(f"sweep needs examples and a batch size of at least 1, got {len(tokens)} and {batch_size}")
+        raise InputError(
+            f"sweep needs examples and a batch size of at least 1, got {len(tokens)} and {batch_size}"
+        )
     engine = _Engine(model, tokens, read, attention_mask)
     starts = [engine.start(condition) for condition in conditions]
     values: list[list[Tensor]] = [[] for _ in conditions]
@@ -135,7 +137,11 @@ def sweep(
             for condition, start, kept in zip(conditions, starts, values, strict=True):
                 kept.append(engine.edited(rows, condition, start, resids))
                 bar.update(1)
-    stacked = torch.stack([torch.cat(kept) for kept in values]) if conditions else torch.empty(0, *torch.cat(base).shape)
+    stacked = (
+        torch.stack([torch.cat(kept) for kept in values])
+        if conditions
+        else torch.empty(0, *torch.cat(base).shape)
+    )
     path = "skip" if any(start is not None for start in starts) else "full"
     return SweepResult(stacked, torch.cat(base), path)
 
@@ -177,7 +183,9 @@ class _Engine:
         logits, cache = self.model.run_with_cache(tokens, list(names.values()), attention_mask=mask)
         return {layer: cache[name] for layer, name in names.items()}, self._value(logits, rows)
 
-    def edited(self, rows: Tensor, condition: Condition, start: int | None, resids: dict[int, Tensor]) -> Tensor:
+    def edited(
+        self, rows: Tensor, condition: Condition, start: int | None, resids: dict[int, Tensor]
+    ) -> Tensor:
         hooks = [(edit.name, edit.hook(rows)) for edit in condition.edits]
         tokens, mask = self._inputs(rows)
         begin: dict[str, Any] = {"attention_mask": mask}

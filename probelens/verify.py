@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from probelens.errors import InputError, ProbelensError
-from probelens.hooks import HookPoint
+from probelens.points import HookPoint
 from probelens.progress import progress_bar
 from probelens.results import Result
 
@@ -70,7 +70,12 @@ class VerifyReport(Result):
 
 
 def verify(
-    model: HookedModel, inputs: Any = None, *, tolerance: float | None = None, seed: int = 0, progress: bool = False
+    model: HookedModel,
+    inputs: Any = None,
+    *,
+    tolerance: float | None = None,
+    seed: int = 0,
+    progress: bool = False,
 ) -> VerifyReport:
     """Try every hook point; see ``HookedModel.verify``."""
     x, other = _two_inputs(model, inputs, seed)
@@ -111,9 +116,13 @@ def _try(
         return tensor + drawn * (scale or 1.0)
 
     try:
-        row["identity"] = (model.run_with_hooks(x, [(point.name, same)]) - native).float().abs().max().item() / size
-        row["edit"] = (model.run_with_hooks(x, [(point.name, noise)]) - native).float().abs().max().item() / size
-        if point.name.endswith(("hook_resid_pre", "hook_resid_post")) and gap > 0:
+        row["identity"] = (
+            model.run_with_hooks(x, [(point.name, same)]) - native
+        ).float().abs().max().item() / size
+        row["edit"] = (
+            model.run_with_hooks(x, [(point.name, noise)]) - native
+        ).float().abs().max().item() / size
+        if gap > 0 and _carries_everything(model, point):
             _, cache = model.run_with_cache(other, point.name)
             source = cache[point.name]
             patched = model.run_with_hooks(x, [(point.name, lambda t, hook: source)])
@@ -126,9 +135,18 @@ def _try(
     elif not row["edit"] > max(10 * row["identity"], 1e-7):
         row["problem"] = "noise here doesn't change the output"
     elif row["restored"] is not None and abs(row["restored"] - 1) > max(1e-3, 10 * tolerance):
-        row["problem"] = f"patching all of it from another run restores {row['restored']:.3f} of that run, not 1"
+        row["problem"] = (
+            f"patching all of it from another run restores {row['restored']:.3f} of that run, not 1"
+        )
     row["ok"] = not row["problem"]
     return row
+
+
+def _carries_everything(model: HookedModel, point: HookPoint) -> bool:
+    """Whether all that the rest of the model sees of the input passes this point."""
+    if not point.name.endswith((".hook_resid_pre", ".hook_resid_post")):
+        return False
+    return not model.adapter.rereads(point.layer() + point.name.endswith("post"))
 
 
 def _two_inputs(model: HookedModel, inputs: Any, seed: int) -> tuple[Any, Any]:
@@ -139,7 +157,11 @@ def _two_inputs(model: HookedModel, inputs: Any, seed: int) -> tuple[Any, Any]:
         if not vocab:
             raise InputError("this model takes no tokens, so verify() needs inputs: model.verify(tensor)")
         inputs = torch.randint(vocab, (2, 8), generator=generator)
-    if isinstance(inputs, (str, list)) and model.tokenizer is not None and all(isinstance(t, str) for t in inputs):
+    if (
+        isinstance(inputs, (str, list))
+        and model.tokenizer is not None
+        and all(isinstance(t, str) for t in inputs)
+    ):
         inputs = model.to_tokens(inputs)
     if not isinstance(inputs, Tensor):
         inputs = torch.as_tensor(inputs)

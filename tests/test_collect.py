@@ -29,7 +29,12 @@ def test_sites_are_shorthands_names_globs_and_lists(model: pl.HookedModel) -> No
     assert expand(mamba, "mixer_out") == [f"blocks.{i}.mixer.hook_out" for i in range(3)]
     assert [layer_of(n, 3) for n in expand(model, "layers")] == [-1, 0, 1, 2]
     assert layer_of("ln_final.hook_in", 3) == 3
-    for bad, text in (("resid_mid", "parallel"), ("resid_pots", "resid_post"), ([], "empty"), ([3], "string")):
+    for bad, text in (
+        ("resid_mid", "parallel"),
+        ("resid_pots", "resid_post"),
+        ([], "empty"),
+        ([3], "string"),
+    ):
         with pytest.raises(pl.ProbelensError, match=text):
             expand(model, bad)  # type: ignore[arg-type]
 
@@ -77,7 +82,9 @@ def test_dataset_rows_mappings_and_lists(model: pl.HookedModel) -> None:
     x = zoo.tokens(3, 4)
     want = pl.collect(model, x, "resid_post")["blocks.2.hook_resid_post"]
     for inputs in (x.tolist(), {"input_ids": x}, {"input_ids": x.tolist(), "attention_mask": [[1] * 4] * 3}):
-        assert torch.allclose(pl.collect(model, inputs, "resid_post")["blocks.2.hook_resid_post"], want, atol=1e-5)
+        assert torch.allclose(
+            pl.collect(model, inputs, "resid_post")["blocks.2.hook_resid_post"], want, atol=1e-5
+        )
     ragged = pl.collect(model, {"input_ids": [[1, 2, 3], [4]]}, "resid_post")
     assert ragged.mask.tolist() == [[True] * 3, [True, False, False]]
     alone = pl.collect(model, torch.tensor([[4]]), "resid_post")
@@ -100,7 +107,9 @@ def test_training_mode_and_gradients_come_back(model: pl.HookedModel) -> None:
     assert not a.requires_grad
 
 
-def test_a_stream_to_disk_is_equal_and_goes_on_where_it_stopped(model: pl.HookedModel, tmp_path: Path) -> None:
+def test_a_stream_to_disk_is_equal_and_goes_on_where_it_stopped(
+    model: pl.HookedModel, tmp_path: Path
+) -> None:
     x = zoo.tokens(10, 5)
     want = pl.collect(model, x, "layers")
     calls = []
@@ -124,7 +133,9 @@ def test_a_stream_to_disk_is_equal_and_goes_on_where_it_stopped(model: pl.Hooked
         assert torch.equal(acts[site], want[site])
     with pytest.raises(pl.StoreError, match="other data"):
         pl.collect(model, x.flip(0), "layers", out=out)
-    assert torch.equal(pl.collect(model, x, "layers", out=out)["blocks.0.hook_resid_pre"], want["blocks.0.hook_resid_pre"])
+    assert torch.equal(
+        pl.collect(model, x, "layers", out=out)["blocks.0.hook_resid_pre"], want["blocks.0.hook_resid_pre"]
+    )
     (out / "collect.json").write_text("{")
     with pytest.raises(pl.StoreError, match="damaged"):
         pl.collect(model, x, "layers", out=out)

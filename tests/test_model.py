@@ -45,7 +45,9 @@ def test_an_unhooked_call_gives_the_users_own_numbers(raw: nn.Module) -> None:
         assert torch.equal(pl.wrap(raw)(x), want)
 
 
-def test_identity_hooks_change_nothing_and_a_changed_tensor_changes_the_output(name: str, raw: nn.Module) -> None:
+def test_identity_hooks_change_nothing_and_a_changed_tensor_changes_the_output(
+    name: str, raw: nn.Module
+) -> None:
     model, x = pl.wrap(raw), zoo.tokens()
     want = zoo.logits(raw, x)
     generator = torch.Generator().manual_seed(1)
@@ -68,7 +70,9 @@ def test_the_layer_axis_is_what_the_blocks_take_and_return(name: str, raw: nn.Mo
         blocks = [raw.get_submodule(p) for p in model.adapter.blocks]
     else:
         if len(raw.layers) == 1:
-            pytest.skip("the layers of one fused module have no module each; tested against unrolled layers below")
+            pytest.skip(
+                "the layers of one fused module have no module each; tested against unrolled layers below"
+            )
         blocks = list(raw.layers)
     seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     handles = []
@@ -137,7 +141,9 @@ def test_start_at_layer_gives_the_same_logits_and_really_skips(name: str, raw: n
     model, x = pl.wrap(raw), zoo.tokens()
     want = zoo.logits(raw, x)
     calls: list[str] = []
-    inner = [m for p in set(model.adapter.blocks) for m in raw.get_submodule(p).modules() if not list(m.children())]
+    inner = [
+        m for p in set(model.adapter.blocks) for m in raw.get_submodule(p).modules() if not list(m.children())
+    ]
     with torch.no_grad():
         for layer in range(zoo.LAYERS + 1):
             resid = model(x, stop_at_layer=layer)
@@ -267,7 +273,10 @@ def test_a_hook_that_does_not_fire_is_an_error() -> None:
 
 def test_hooks_that_no_forward_reached_are_an_error_at_the_end_of_the_block() -> None:
     model, x = pl.wrap(zoo.build("neox")), zoo.tokens()
-    with pytest.raises(pl.HookNotFiredError, match="no forward pass"), model.hooks([("hook_embed", lambda t, hook: None)]):
+    with (
+        pytest.raises(pl.HookNotFiredError, match="no forward pass"),
+        model.hooks([("hook_embed", lambda t, hook: None)]),
+    ):
         pass
     with model.hooks([("hook_embed", lambda t, hook: None)]):
         model(x)
@@ -278,7 +287,10 @@ def test_hooks_that_no_forward_reached_are_an_error_at_the_end_of_the_block() ->
 
 def test_a_backward_hook_without_a_backward_pass_is_an_error() -> None:
     model, x = pl.wrap(zoo.build("neox")), zoo.tokens()
-    with pytest.raises(pl.HookNotFiredError, match="backward"), model.hooks(bwd_hooks=[("hook_embed", lambda g, hook: None)]):
+    with (
+        pytest.raises(pl.HookNotFiredError, match="backward"),
+        model.hooks(bwd_hooks=[("hook_embed", lambda g, hook: None)]),
+    ):
         model(x)
     with pytest.raises(pl.InputError, match="no gradient"), torch.no_grad():
         model.run_with_hooks(x, bwd_hooks=[("hook_embed", lambda g, hook: None)])
@@ -302,7 +314,7 @@ def test_nested_contexts_run_outer_hooks_first_and_a_cache_sees_their_edits() ->
     order: list[str] = []
     point = "blocks.1.hook_resid_pre"
 
-    def note(word: str, value: float):  # noqa: ANN202
+    def note(word: str, value: float):
         def fn(tensor: torch.Tensor, hook: pl.HookPoint) -> torch.Tensor:
             order.append(word)
             return torch.full_like(tensor, value)
@@ -431,7 +443,12 @@ def test_hooks_at_one_position_leave_the_others() -> None:
 
 @pytest.mark.parametrize(
     ("name", "point"),
-    [("mamba", "mixer.hook_ssm_state"), ("mamba2", "mixer.hook_ssm_state"), ("lstm", "rnn.hook_c"), ("gru", "rnn.hook_h")],
+    [
+        ("mamba", "mixer.hook_ssm_state"),
+        ("mamba2", "mixer.hook_ssm_state"),
+        ("lstm", "rnn.hook_c"),
+        ("gru", "rnn.hook_h"),
+    ],
 )
 def test_a_cache_beside_an_edit_at_one_step_holds_every_step_as_edited(name: str, point: str) -> None:
     model, x, point = pl.wrap(zoo.build(name)), zoo.tokens(), f"blocks.0.{point}"
@@ -580,7 +597,8 @@ def test_names_can_be_globs_lists_predicates_and_raw_module_paths() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(torch.zeros(1), "returned shape"), (3.0, "returned a float"), ("x", "returned a str")]
+    ("value", "text"),
+    [(torch.zeros(1), "returned shape"), (3.0, "returned a float"), ("x", "returned a str")],
 )
 def test_a_hook_that_returns_another_shape_is_an_error(value: object, text: str) -> None:
     raw = zoo.build("neox")
@@ -598,7 +616,9 @@ def test_wrapping_text_models_uses_their_tokenizer(tmp_path: object) -> None:
     words = {w: i for i, w in enumerate(["<s>", "<unk>", "the", "cat", "sat"])}
     fast = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     fast.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, bos_token="<s>", unk_token="<unk>", pad_token="<s>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=fast, bos_token="<s>", unk_token="<unk>", pad_token="<s>"
+    )
     raw = zoo.build("neox")
     model = pl.wrap(raw, tokenizer=tokenizer)
     assert model.to_tokens("the cat").tolist() == [[2, 3]]

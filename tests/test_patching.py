@@ -29,7 +29,9 @@ def model(request: pytest.FixtureRequest) -> pl.HookedModel:
     return pl.wrap(zoo.build(request.param))
 
 
-def by_hand(model: pl.HookedModel, pairs: pl.PatchPairs, site: str, pos: int | None, noise: bool = False) -> torch.Tensor:
+def by_hand(
+    model: pl.HookedModel, pairs: pl.PatchPairs, site: str, pos: int | None, noise: bool = False
+) -> torch.Tensor:
     """One full forward with a hand-written hook."""
     source, into = (pairs.corrupted, pairs.clean) if noise else (pairs.clean, pairs.corrupted)
     _, cache = model.run_with_cache(source, site)
@@ -117,10 +119,14 @@ def test_recovery_is_a_ratio_of_means_over_pairs_both_runs_answer() -> None:
 
 def test_no_correct_pair_and_no_gap_are_errors() -> None:
     kw = {"sites": ["hook_embed"], "layers": [-1], "positions": ["0"]}
-    wrong = pl.PatchResult(torch.zeros(1, 1, 2), -torch.ones(2), torch.ones(2), torch.zeros(2, dtype=torch.bool), **kw)
+    wrong = pl.PatchResult(
+        torch.zeros(1, 1, 2), -torch.ones(2), torch.ones(2), torch.zeros(2, dtype=torch.bool), **kw
+    )
     with pytest.raises(pl.MetricError, match="none of the 2 pairs"):
         wrong.recovery()
-    flat = pl.PatchResult(torch.zeros(1, 1, 2), torch.ones(2), torch.ones(2), torch.ones(2, dtype=torch.bool), **kw)
+    flat = pl.PatchResult(
+        torch.zeros(1, 1, 2), torch.ones(2), torch.ones(2), torch.ones(2, dtype=torch.bool), **kw
+    )
     with pytest.raises(pl.MetricError, match="no gap"):
         flat.recovery()
 
@@ -156,7 +162,9 @@ def test_attribution_is_exact_where_the_model_is_linear_and_close_for_small_chan
 def test_metrics(tmp_path: Path) -> None:
     model, pairs = pl.wrap(zoo.build("gru")), some_pairs()
     by_name = pl.patch(model, pairs, "resid_post")
-    by_function = pl.patch(model, pairs, "resid_post", metric=lambda l, a: l.gather(1, a)[:, 0] - l.gather(1, a)[:, 1])
+    by_function = pl.patch(
+        model, pairs, "resid_post", metric=lambda l, a: l.gather(1, a)[:, 0] - l.gather(1, a)[:, 1]
+    )
     assert torch.allclose(by_name.values, by_function.values)
     prob = pl.patch(model, pairs, "resid_post", metric="prob_diff")
     assert prob.values.abs().max() <= 1
@@ -164,7 +172,9 @@ def test_metrics(tmp_path: Path) -> None:
         pl.patch(model, pairs, "resid_post", metric="logitdiff")  # type: ignore[arg-type]
     with pytest.raises(pl.ShapeError, match="one value for each example"):
         pl.patch(model, pairs, "resid_post", metric=lambda l, a: l)
-    big = pl.PatchPairs(pairs.clean, pairs.corrupted, pairs.edit_pos, pairs.read_pos, pairs.answers + zoo.VOCAB)
+    big = pl.PatchPairs(
+        pairs.clean, pairs.corrupted, pairs.edit_pos, pairs.read_pos, pairs.answers + zoo.VOCAB
+    )
     with pytest.raises(pl.InputError, match="23 logits"):
         pl.patch(model, big, "resid_post")
     with pytest.raises(pl.InputError, match="'denoise', 'noise'"):

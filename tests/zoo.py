@@ -13,7 +13,13 @@ VOCAB, WIDTH, LAYERS, HEADS = 23, 16, 3, 4
 class Recurrent(nn.Module):
     """Embedding, recurrent layers one module each (or one fused stack), head."""
 
-    def __init__(self, cell: type[nn.RNNBase], fused: bool = False, bidirectional: bool = False, batch_first: bool = True):
+    def __init__(
+        self,
+        cell: type[nn.RNNBase],
+        fused: bool = False,
+        bidirectional: bool = False,
+        batch_first: bool = True,
+    ):
         super().__init__()
         self.batch_first = batch_first
         self.embed = nn.Embedding(VOCAB, WIDTH)

@@ -90,7 +90,8 @@ def run_grid(
             executor = owned = concurrent.futures.ProcessPoolExecutor(workers, mp_context=context)
         try:
             waiting = {
-                executor.submit(_guarded, run_cell, config, store.folder, key, threads): key for key, config in todo
+                executor.submit(_guarded, run_cell, config, store.folder, key, threads): key
+                for key, config in todo
             }
             for future in concurrent.futures.as_completed(waiting):
                 key = waiting[future]
@@ -112,7 +113,9 @@ def _note(report: GridReport, key: str, error: str | None) -> None:
         report.failed[key] = error
 
 
-def _guarded(run_cell: RunCell, config: Config, folder: Path, key: str, threads: int | None) -> tuple[str | None]:
+def _guarded(
+    run_cell: RunCell, config: Config, folder: Path, key: str, threads: int | None
+) -> tuple[str | None]:
     """Run one cell and write its rows; the traceback if it fails."""
     import torch
 

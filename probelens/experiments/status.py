@@ -79,7 +79,13 @@ def _draw(folders: Mapping[str, Path], stop: threading.Event) -> None:
 
     width = max(len(name) for name in folders)
     bars = {
-        name: tqdm(total=1, desc=f"{name:<{width}} waiting", position=i, leave=True, bar_format="{desc} {bar}{postfix}")
+        name: tqdm(
+            total=1,
+            desc=f"{name:<{width}} waiting",
+            position=i,
+            leave=True,
+            bar_format="{desc} {bar}{postfix}",
+        )
         for i, name in enumerate(folders)
     }
     began = time.time()
@@ -90,7 +96,9 @@ def _draw(folders: Mapping[str, Path], stop: threading.Event) -> None:
             if found is not None:
                 bar = bars[name]
                 bar.total, bar.n = max(1, found["total"]), found["done"]
-                bar.set_description_str(f"{name:<{width}} {found['stage']} {found['done']}/{found['total']}", refresh=False)
+                bar.set_description_str(
+                    f"{name:<{width}} {found['stage']} {found['done']}/{found['total']}", refresh=False
+                )
                 bar.set_postfix_str(found["note"], refresh=True)
         if last:
             break
@@ -104,6 +112,11 @@ def _read(path: Path, began: float) -> dict[str, Any] | None:
         if path.stat().st_mtime < began:
             return None
         found = json.loads(path.read_text())
-        return {"stage": str(found["stage"]), "done": int(found["done"]), "total": int(found["total"]), "note": str(found["note"])}
+        return {
+            "stage": str(found["stage"]),
+            "done": int(found["done"]),
+            "total": int(found["total"]),
+            "note": str(found["note"]),
+        }
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -45,7 +45,9 @@ def cell_key(config: Mapping[str, Any], version: str | None = None) -> str:
     try:
         text = json.dumps([config, version or probelens.__version__], sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as err:
-        raise InputError(f"a cell's config must be plain data (strings, numbers, None, lists, dicts): {err}") from err
+        raise InputError(
+            f"a cell's config must be plain data (strings, numbers, None, lists, dicts): {err}"
+        ) from err
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -88,7 +90,9 @@ class Store:
 
         rows = list(rows)
         if not rows:
-            raise InputError("a cell without rows can't be told from one that didn't run: return at least one row")
+            raise InputError(
+                "a cell without rows can't be told from one that didn't run: return at least one row"
+            )
         folder = self.cell(key)
         with atomic_path(folder / "config.json") as part:
             part.write_text(json.dumps(dict(config), indent=2, sort_keys=True, allow_nan=False))
@@ -111,7 +115,9 @@ class Store:
             return pd.read_parquet(path)
         except Exception as err:
             # pyarrow raises errors of many kinds on a damaged file.
-            raise StoreError(f"{str(path)!r} can't be read: {err}. Remove it and run the grid again.") from err
+            raise StoreError(
+                f"{str(path)!r} can't be read: {err}. Remove it and run the grid again."
+            ) from err
 
     def keys(self) -> list[str]:
         """Complete cells, sorted."""

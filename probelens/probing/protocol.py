@@ -71,7 +71,9 @@ class ProbeResult(Result):
         """Seeds of the split."""
         return list(dict.fromkeys(row["seed"] for row in self.rows))
 
-    def row(self, site: str, label: str | None = None, seed: int | None = None, control: str = TASK) -> dict[str, Any]:
+    def row(
+        self, site: str, label: str | None = None, seed: int | None = None, control: str = TASK
+    ) -> dict[str, Any]:
         """The row of one probe.
 
         Args:
@@ -85,7 +87,9 @@ class ProbeResult(Result):
             InputError: No such label, seed or control.
         """
         if site not in self.sites:
-            raise UnknownHookError(f"site {site!r} was not probed. Nearest: {nearest(site, self.sites) or self.sites[:5]}")
+            raise UnknownHookError(
+                f"site {site!r} was not probed. Nearest: {nearest(site, self.sites) or self.sites[:5]}"
+            )
         label, seed = self._label(label), self.seeds[0] if seed is None else seed
         for row in self.rows:
             if (row["site"], row["label"], row["seed"], row["control"]) == (site, label, seed, control):
@@ -95,7 +99,9 @@ class ProbeResult(Result):
             f"seeds: {self.seeds}, controls: {sorted({r['control'] for r in self.rows})}"
         )
 
-    def accuracy(self, site: str, label: str | None = None, seed: int | None = None, control: str = TASK) -> float:
+    def accuracy(
+        self, site: str, label: str | None = None, seed: int | None = None, control: str = TASK
+    ) -> float:
         """Test accuracy; arguments as ``row``."""
         return float(self.row(site, label, seed, control)["accuracy"])
 
@@ -116,7 +122,10 @@ class ProbeResult(Result):
     def best(self, label: str | None = None) -> dict[str, Any]:
         """The row with the highest test accuracy, the earliest of equals."""
         label = self._label(label)
-        return max((r for r in self.rows if r["label"] == label and r["control"] == TASK), key=lambda r: r["accuracy"])
+        return max(
+            (r for r in self.rows if r["label"] == label and r["control"] == TASK),
+            key=lambda r: r["accuracy"],
+        )
 
     def sequences(self, label: str | None = None, seed: int | None = None, control: str = TASK) -> Tensor:
         """Accuracy of each test sequence at each site. (sequence, site)"""
@@ -219,17 +228,21 @@ def probe(
         for s in seeds:
             split = split_by_group(data.groups, splits, s)
             controls: dict[str, Tensor] = {}
-            if control_task:
+            if control_task and data.tokens is not None:
                 from probelens.probing.controls import control_labels
 
-                controls = {k: control_labels(data.tokens, y, data.mask, w=w, seed=s) for k, y in data.labels.items()}
+                controls = {
+                    k: control_labels(data.tokens, y, data.mask, w=w, seed=s) for k, y in data.labels.items()
+                }
             record = _Recorder(out, data, split, s, controls, _baselines(data, split, w), n_boot)
             tasks = {**data.labels, **{f"{CONTROL}|{k}": y for k, y in controls.items()}}
             for site, x in data.tensors.items():
                 fitted = _Fitted.of(x, tasks, data.mask, split, Cs, tol, max_rows, s)
                 base = None
                 if other is not None:
-                    base = _Fitted.of(other.tensors[site], data.labels, data.mask, split, Cs, tol, max_rows, s)
+                    base = _Fitted.of(
+                        other.tensors[site], data.labels, data.mask, split, Cs, tol, max_rows, s
+                    )
                 out.means[f"{site}|{s}"] = fitted.mean
                 record.site(site, fitted, base)
                 if mdl:
@@ -239,7 +252,14 @@ def probe(
 
 
 def refit_accuracy(
-    clean: Tensor, ablated: Tensor, labels: Tensor, mask: Tensor, groups: Tensor, *, mlp: bool = True, seed: int = 0
+    clean: Tensor,
+    ablated: Tensor,
+    labels: Tensor,
+    mask: Tensor,
+    groups: Tensor,
+    *,
+    mlp: bool = True,
+    seed: int = 0,
 ) -> tuple[dict[str, Any], Tensor]:
     """Whether a label can still be read after an ablation: probes fitted before and after it.
 
@@ -307,7 +327,9 @@ class _Data:
             if tokens is None and acts.tokens is not None and acts.pos is not None:
                 tokens = acts.tokens[:, acts.pos]
         else:
-            raise InputError(f"acts must be Activations, a dict of tensors or a tensor, got {type(acts).__name__}")
+            raise InputError(
+                f"acts must be Activations, a dict of tensors or a tensor, got {type(acts).__name__}"
+            )
         if not tensors:
             raise InputError("there are no activations to probe: acts is empty")
         named = dict(labels) if isinstance(labels, Mapping) else {"label": torch.as_tensor(labels)}
@@ -320,7 +342,9 @@ class _Data:
         shape = lead.pop()
         mask = torch.ones(shape, dtype=torch.bool) if mask is None else torch.as_tensor(mask).bool().cpu()
         if tuple(mask.shape) != shape:
-            raise ShapeError(f"mask has shape {tuple(mask.shape)}, the activations {shape}: one value a position")
+            raise ShapeError(
+                f"mask has shape {tuple(mask.shape)}, the activations {shape}: one value a position"
+            )
         out: dict[str, Tensor] = {}
         for name, y in named.items():
             y = torch.as_tensor(y).cpu()
@@ -329,7 +353,9 @@ class _Data:
                     f"labels {name!r} have shape {tuple(y.shape)}, the activations {shape}: one class id a position"
                 )
             if y.is_floating_point():
-                raise InputError(f"labels {name!r} are floating point; class ids are integers. For numbers use RidgeProbe.")
+                raise InputError(
+                    f"labels {name!r} are floating point; class ids are integers. For numbers use RidgeProbe."
+                )
             out[str(name)] = y.long()
         if not bool(mask.any()):
             raise InputError("the mask is False everywhere: no label counts")
@@ -338,16 +364,22 @@ class _Data:
             if int(kept.min()) < 0:
                 raise InputError(f"labels {name!r} have negative class ids where the mask is True")
             if len(kept.unique()) < 2:
-                raise InputError(f"labels {name!r} have one class only ({int(kept[0])}): there is nothing to probe")
+                raise InputError(
+                    f"labels {name!r} have one class only ({int(kept[0])}): there is nothing to probe"
+                )
         groups = torch.arange(shape[0]) if groups is None else torch.as_tensor(groups).cpu()
         if groups.shape != (shape[0],):
-            raise ShapeError(f"groups has shape {tuple(groups.shape)}; it must be ({shape[0]},), one a sequence")
+            raise ShapeError(
+                f"groups has shape {tuple(groups.shape)}; it must be ({shape[0]},), one a sequence"
+            )
         prepared: dict[str, Tensor] = {}
         for site, x in tensors.items():
             x = x.detach().cpu()
             x = x[:, None] if flat else x.flatten(2) if x.ndim > 3 else x
             if not bool(torch.isfinite(x[mask[:, None] if flat else mask]).all()):
-                raise InputError(f"activations at {site!r} have NaN or infinite values where the mask is True")
+                raise InputError(
+                    f"activations at {site!r} have NaN or infinite values where the mask is True"
+                )
             prepared[site] = x
         if flat:
             mask, out = mask[:, None], {k: v[:, None] for k, v in out.items()}
@@ -373,7 +405,11 @@ class _Fitted:
     ) -> _Fitted:  # fmt: skip
         train, val = mask[split.train], mask[split.val]
         x_train = x[split.train][train].float()
-        rows = slice(None) if max_rows is None or len(x_train) <= max_rows else _some(len(x_train), max_rows, seed)
+        rows = (
+            slice(None)
+            if max_rows is None or len(x_train) <= max_rows
+            else _some(len(x_train), max_rows, seed)
+        )
         x_train = x_train[rows]
         x_val = x[split.val][val].float()
         ys = [y[split.train][train][rows] for y in tasks.values()]
@@ -390,7 +426,9 @@ class _Fitted:
 
         def no_gain(which: int, fit: LogisticFit) -> bool:
             scores[which].append(_share(fit.logits(x_val).argmax(1) == val_ys[which]))
-            return len(scores[which]) > _PATIENCE and max(scores[which][-_PATIENCE:]) <= max(scores[which][:-_PATIENCE])
+            return len(scores[which]) > _PATIENCE and max(scores[which][-_PATIENCE:]) <= max(
+                scores[which][:-_PATIENCE]
+            )
 
         paths = fit_path(shared, ys, sorted(Cs), n_classes=counts, tol=tol, stop=no_gain)
         for path, score in zip(paths, scores, strict=True):
@@ -399,7 +437,10 @@ class _Fitted:
             best.append((score[top], path[top]))
         fits = dict(zip(tasks, (fit for _, fit in best), strict=True))
         x_test = x[split.test].float()
-        guess = {name: fit.logits(x_test.flatten(0, 1)).argmax(1).unflatten(0, x_test.shape[:2]) for name, fit in fits.items()}
+        guess = {
+            name: fit.logits(x_test.flatten(0, 1)).argmax(1).unflatten(0, x_test.shape[:2])
+            for name, fit in fits.items()
+        }
         return cls(fits, guess, x_train.double().mean(0).float(), (len(x_train), len(x_val)))
 
 
@@ -442,12 +483,16 @@ class _Recorder:
         mask, order = self.data.mask, torch.cat([self.split.train, self.split.val, self.split.test])
         rows = mask[order]
         for label, y in self.data.labels.items():
-            found = online_codelength(x[order][rows].float(), y[order][rows], n_classes=int(y[mask].max()) + 1)
+            found = online_codelength(
+                x[order][rows].float(), y[order][rows], n_classes=int(y[mask].max()) + 1
+            )
             self.out.row(site, label, self.seed).update(
                 codelength=found.bits, uniform_codelength=found.uniform_bits, compression=found.compression
             )
 
-    def _row(self, site: str, label: str, control: str, fitted: _Fitted, task: str, y: Tensor) -> dict[str, Any]:
+    def _row(
+        self, site: str, label: str, control: str, fitted: _Fitted, task: str, y: Tensor
+    ) -> dict[str, Any]:
         from probelens.stats import hierarchical_bootstrap
 
         truth, keep = y[self.split.test], self.data.mask[self.split.test]
@@ -498,7 +543,13 @@ def _baselines(data: _Data, split: Split, w: int) -> dict[str, dict[str, float]]
     for label, y in data.labels.items():
         if data.tokens is not None:
             found = baselines(
-                data.tokens[train], y[train], data.tokens[test], y[test], data.mask[train], data.mask[test], w=w
+                data.tokens[train],
+                y[train],
+                data.tokens[test],
+                y[test],
+                data.mask[train],
+                data.mask[test],
+                w=w,
             )
             out[label] = {name: scores["accuracy"] for name, scores in found.items()}
         else:

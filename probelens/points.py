@@ -1,0 +1,178 @@
+"""Hook points: what is told of one named tensor in a model, and how to reach it in a module's call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from probelens.errors import InputError, ShapeError
+
+__all__ = ["HookPoint", "Site", "first_argument", "pick", "put"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a boundary hook point stands: one tensor going into or coming out of a module.
+
+    Args:
+        path: Module path below the wrapped module; "" is the module itself.
+        side: "in" for an argument, "out" for the return value.
+        index: Which argument or which element: a position, a keyword, or None for the first tensor.
+        heads: Split the last axis into (heads, d_head) for the hook, and merge it again.
+        batch_first: False when the tensor is (pos, batch, ...) and must be turned for the hook.
+        carry: Path of a module whose output must move by what an edit here adds. It serves points
+            whose value the block uses twice, once here and once along its residual path.
+        scale: Factor that the model multiplies this tensor with further on; the hook sees the product.
+    """
+
+    path: str
+    side: Literal["in", "out"]
+    index: int | str | None = None
+    heads: int | None = None
+    batch_first: bool = True
+    carry: str | None = None
+    scale: float = 1.0
+
+    def to_hook(self, tensor: Tensor) -> Tensor:
+        """The tensor as a hook sees it: position first, heads apart."""
+        if not self.batch_first and tensor.ndim >= 2:
+            tensor = tensor.transpose(0, 1)
+        if self.heads is not None:
+            tensor = tensor.unflatten(-1, (self.heads, -1))
+        return tensor if self.scale == 1 else tensor * self.scale
+
+    def from_hook(self, tensor: Tensor) -> Tensor:
+        """The inverse of ``to_hook``."""
+        if self.scale != 1:
+            tensor = tensor / self.scale
+        if self.heads is not None:
+            tensor = tensor.flatten(-2)
+        if not self.batch_first and tensor.ndim >= 2:
+            tensor = tensor.transpose(0, 1)
+        return tensor
+
+
+@dataclass(eq=False)
+class HookPoint:
+    """One named tensor of a model, and what a hook function is told about where it stands.
+
+    Args:
+        name: Canonical name, for example ``"blocks.3.hook_resid_post"``.
+        kind: "boundary" for a module's input or output, "interior" for a tensor inside a forward.
+        axes: Names of the axes of the tensor that a hook gets.
+        module: Path of the module it belongs to.
+        aliases: Other names for the same point.
+        site: Where it stands, for a boundary point.
+        step: True for recurrent state: the hook is called once per position, with ``pos`` set.
+        note: What a reader should know, such as what an edit here reaches.
+    """
+
+    name: str
+    kind: Literal["boundary", "interior"]
+    axes: tuple[str, ...]
+    module: str
+    aliases: tuple[str, ...] = ()
+    site: Site | None = None
+    step: bool = False
+    note: str = ""
+    ctx: dict[str, Any] = field(default_factory=dict)
+    pos: int | None = None
+    length: int | None = None
+
+    def layer(self) -> int:
+        """The block this point belongs to.
+
+        Raises:
+            InputError: The point belongs to the whole model, such as ``hook_embed``.
+        """
+        parts = self.name.split(".")
+        if parts[0] == "blocks" and len(parts) > 1 and parts[1].isdigit():
+            return int(parts[1])
+        raise InputError(f"hook point {self.name!r} belongs to the whole model, not to one block")
+
+    @property
+    def pos_axis(self) -> int:
+        """The axis of the hook's tensor that runs over positions."""
+        for axis in ("pos", "key_pos"):
+            if axis in self.axes:
+                return self.axes.index(axis)
+        return 1
+
+    def at(self, pos: int, length: int | None = None) -> HookPoint:
+        """This point at one position: the same name and ``ctx``, with ``pos`` set."""
+        return HookPoint(
+            self.name, self.kind, self.axes, self.module, self.aliases, self.site,
+            self.step, self.note, self.ctx, pos, length,
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        where = "" if self.pos is None else f", pos={self.pos}"
+        return f"HookPoint({self.name!r}{where})"
+
+
+def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> int | str:
+    """Position or keyword of the first tensor among a call's arguments."""
+    for i, value in enumerate(args):
+        if isinstance(value, (Tensor, PackedSequence)):
+            return i
+    for key, value in kwargs.items():
+        if isinstance(value, (Tensor, PackedSequence)):
+            return key
+    raise ShapeError(f"hook point {name!r}: its module was called without any tensor argument")
+
+
+def pick(output: Any, index: int | str | None, name: str = "output") -> Any:
+    """The tensor among a module's outputs: itself, an element of a tuple, or an entry of a mapping.
+
+    Args:
+        output: What a module returned.
+        index: Which element; None for the first tensor.
+        name: Hook point, for the message.
+
+    Raises:
+        ShapeError: There is no tensor to hook.
+    """
+    if index is None:
+        if isinstance(output, (Tensor, PackedSequence)):
+            return output
+        items = output.values() if isinstance(output, Mapping) else output
+        if isinstance(items, Iterable):
+            for item in items:
+                if isinstance(item, (Tensor, PackedSequence)):
+                    return item
+    elif not isinstance(output, Tensor):
+        found = output[index]
+        if isinstance(found, (Tensor, PackedSequence)):
+            return found
+    elif index == 0:
+        return output
+    raise ShapeError(
+        f"hook point {name!r}: its module returned a {type(output).__name__}"
+        f"{'' if index is None else f' with nothing at {index!r}'}, and hooks see tensors only"
+    )
+
+
+def put(output: Any, index: int | str | None, new: Any) -> Any:
+    """A module's output with the tensor that ``pick`` finds replaced; the original is left alone."""
+    if isinstance(output, (Tensor, PackedSequence)) and not (
+        isinstance(output, PackedSequence) and index is not None
+    ):
+        return new
+    if isinstance(output, Mapping):
+        key = index
+        if key is None:
+            key = next(k for k, v in output.items() if isinstance(v, (Tensor, PackedSequence)))
+        changed = copy.copy(output)
+        changed[key] = new  # type: ignore[index]
+        return changed
+    items = list(output)
+    if isinstance(index, str):
+        raise ShapeError(f"a {type(output).__name__} has no entry {index!r}")
+    first = next(i for i, v in enumerate(items) if isinstance(v, (Tensor, PackedSequence)))
+    items[first if index is None else index] = new
+    return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
