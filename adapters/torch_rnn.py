@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
@@ -292,7 +291,7 @@ class _Both(_Passive):
         self.first, self.second = first or _Passive(), second
 
     def __call__(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
-        return self.second(name, self.first(name, tensor, pos, length), pos, length)  # type: ignore[no-any-return]
+        return self.second(name, self.first(name, tensor, pos, length), pos, length)
 
     def wants(self, name: str) -> bool:
         return bool(self.first.wants(name) or self.second.wants(name))
