@@ -1,17 +1,34 @@
 """Probing: what can be read from activations, and what that reading is worth."""
 
+from probelens.probing.controls import control_labels, selectivity
+from probelens.probing.factor import Factorised
 from probelens.probing.linear import LinearProbe, RidgeProbe
+from probelens.probing.mdl import Codelength, online_codelength
+from probelens.probing.mlp import MLPProbe
 from probelens.probing.protocol import ProbeResult, probe, refit_accuracy
-from probelens.probing.solver import fit_path
+from probelens.probing.regression import ValueProbeResult, probe_values
+from probelens.probing.ridge import RidgeFit, ridge_path
+from probelens.probing.solver import LogisticFit, fit_path
 from probelens.probing.splits import Split, split_by_group
 
 __all__ = [
+    "Codelength",
+    "Factorised",
     "LinearProbe",
+    "LogisticFit",
+    "MLPProbe",
     "ProbeResult",
+    "RidgeFit",
     "RidgeProbe",
     "Split",
+    "ValueProbeResult",
+    "control_labels",
     "fit_path",
+    "online_codelength",
     "probe",
+    "probe_values",
     "refit_accuracy",
+    "ridge_path",
+    "selectivity",
     "split_by_group",
 ]

@@ -1,0 +1,117 @@
+"""probe_values(): numeric labels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import Ridge
+from sklearn.metrics import r2_score
+from sklearn.preprocessing import StandardScaler
+
+import probelens as pl
+from probelens.errors import InputError, ShapeError, UnknownHookError
+from probelens.probing import probe_values, split_by_group
+from probelens.probing.regression import ValueProbeResult
+
+N, T, D = 200, 10, 12
+
+
+def planted(noise: float = 0.5) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(N, T, D, generator=g)
+    return x, 3 * x[..., 2] - x[..., 5] + noise * torch.randn(N, T, generator=g) + 4
+
+
+def test_a_planted_number_is_found_and_a_shuffled_one_is_not() -> None:
+    x, y = planted()
+    g = torch.Generator().manual_seed(1)
+    wrong = y.flatten()[torch.randperm(y.numel(), generator=g)].view_as(y)
+    result = probe_values({"site": x}, {"real": y, "shuffled": wrong})
+    assert result.r2("site", "real") == pytest.approx(1 - 0.25 / (10 + 0.25), abs=0.01)
+    assert abs(result.r2("site", "shuffled")) < 0.03
+    row = result.rows[0]
+    assert row["lo"] < row["r2"] < row["hi"]
+
+
+def test_r2_and_direction_are_those_of_scikit_learn() -> None:
+    x, y = planted()
+    x = x * torch.logspace(-2, 2, D) + 5
+    result = probe_values({"site": x}, y, alphas=[10.0], seed=2)
+    split = split_by_group(torch.arange(N), seed=2)
+    train, test = ((x[i].flatten(0, 1).numpy(), y[i].flatten().numpy()) for i in (split.train, split.test))
+    scaler = StandardScaler().fit(train[0])
+    theirs = Ridge(alpha=10.0).fit(scaler.transform(train[0]), train[1])
+    assert result.r2("site") == pytest.approx(
+        r2_score(test[1], theirs.predict(scaler.transform(test[0]))), abs=1e-5
+    )
+    np.testing.assert_allclose(result.coef("site"), theirs.coef_ / scaler.scale_, rtol=1e-3, atol=1e-6)
+
+
+def test_the_penalty_is_chosen_on_validation() -> None:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 3, 100, generator=g)  # as many features as training rows
+    y = x[..., 0] + 2 * torch.randn(60, 3, generator=g)
+    chosen = probe_values({"site": x}, y)
+    none = probe_values({"site": x}, y, alphas=[1e-6])
+    assert chosen.rows[0]["alpha"] > 1
+    assert chosen.r2("site") > none.r2("site") + 0.2
+
+
+def test_baselines_say_what_position_and_tokens_tell() -> None:
+    g = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 3, (N, T), generator=g)
+    previous = torch.cat([torch.zeros(N, 1).long(), tokens[:, :-1]], 1)
+    labels = {"position": torch.arange(T).expand(N, T).float(), "window": (tokens * 2 + previous).float()}
+    x = torch.randn(N, T, D, generator=g)
+    result = probe_values({"site": x}, labels, tokens=tokens, w=2)
+    by_position, by_window = result.rows
+    assert by_position["position"] == pytest.approx(1)
+    assert by_position["last_w"] < 0.3
+    assert by_window["last_w"] == pytest.approx(1)
+    assert by_window["position"] < 0.3
+
+
+def test_masked_positions_are_not_touched() -> None:
+    x, y = planted()
+    mask = torch.ones(N, T, dtype=torch.bool)
+    mask[:, :3] = False
+    x[:, :3], y[:, :3] = torch.nan, torch.nan
+    result = probe_values({"site": x}, y, mask=mask)
+    assert result.rows[0]["n_test"] == len(split_by_group(torch.arange(N)).test) * (T - 3)
+    assert result.r2("site") > 0.9
+
+
+def test_flat_features_saving_and_plotting(tmp_path: object) -> None:
+    x, y = planted()
+    groups = torch.arange(N).repeat_interleave(T)
+    flat = probe_values(x.flatten(0, 1), y.flatten(), groups)
+    assert flat.r2("activations") > 0.9
+    acts = pl.Activations({"blocks.0.hook_resid_post": x}, layers={"blocks.0.hook_resid_post": 0})
+    result = probe_values(acts, y, seeds=(0, 1))
+    loaded = ValueProbeResult.load(result.save(f"{tmp_path}/values.safetensors"))
+    assert loaded.to_dataframe().equals(result.to_dataframe())
+    assert len(loaded.plot().data) >= 1
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"values": torch.zeros(N, T)}, InputError, "0.0 everywhere"),
+        ({"values": torch.full((N, T), torch.nan)}, InputError, "NaN"),
+        ({"values": torch.zeros(N, T + 1)}, ShapeError, "values"),
+        ({"values": {}}, InputError, "at least one"),
+        ({"mask": torch.zeros(N, T).bool()}, InputError, "False everywhere"),
+        ({"mask": torch.ones(N, 2).bool()}, ShapeError, "mask"),
+        ({"groups": torch.arange(3)}, ShapeError, "groups"),
+        ({"groups": torch.zeros(N)}, InputError, "too few"),
+        ({"acts": {"site": torch.full((N, T, D), torch.nan)}}, InputError, "NaN"),
+        ({"alphas": [-1.0]}, InputError, "from 0 on"),
+    ],
+)
+def test_bad_input_is_named(change: dict[str, object], error: type[Exception], text: str) -> None:
+    x, y = planted()
+    with pytest.raises(error, match=text):
+        probe_values(**{"acts": {"site": x}, "values": y, **change})  # type: ignore[arg-type]
+    with pytest.raises(UnknownHookError, match="not probed"):
+        probe_values({"site": x}, y).r2("sit")
