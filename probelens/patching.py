@@ -6,31 +6,26 @@ into the clean run (necessity). Attribution patching estimates either to first o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from probelens._patch_parts import Metric, Mode, Pos, at_column, columns, first_order, read_metric, replace
 from probelens.collect import collect, padding_mask
-from probelens.errors import InputError, MetricError, ShapeError
-from probelens.metrics import logit_diff
+from probelens.errors import InputError, MetricError
 from probelens.model import HookedModel
-from probelens.points import HookPoint
 from probelens.results import Result
 from probelens.sites import Sites, expand, layer_of
-from probelens.sweep import Condition, Edit, Read, sweep
+from probelens.sweep import Condition, Read, sweep
 
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
 __all__ = ["PatchResult", "attribute", "patch"]
-
-Metric = Literal["logit_diff", "prob_diff"] | Callable[[Tensor, Tensor], Tensor]
-Pos = Literal["each"] | int | slice | Sequence[int] | Tensor | None
-Mode = Literal["denoise", "noise"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +133,52 @@ class PatchResult(Result):
         found = ratio_of_means(top[None], (clean - corrupted)[None], level=level, n_draws=n_boot, seed=seed)
         return found.low.float(), found.high.float()
 
+    def agreement(self, other: PatchResult, top: int = 10, correct_only: bool = True) -> dict[str, float]:
+        """How well another result, such as ``attribute``'s estimate, agrees with this one cell by cell.
+
+        Args:
+            other: The same sites, positions, mode and metric on the same pairs.
+            top: Cells of the largest absolute recovery to compare; all where there are fewer.
+            correct_only: As for ``recovery``.
+
+        Returns:
+            ``correlation`` (Pearson) and ``rank_correlation`` (Spearman) of recovery over cells, NaN
+            where one of the two is constant; ``max_difference`` and ``mean_difference``, absolute;
+            ``top_overlap``, the share of this result's ``top`` cells that are among the other's;
+            ``top`` and ``cells``, how many were compared.
+
+        Raises:
+            InputError: Other sites, positions, mode, metric or pairs, or ``top`` below 1.
+
+        Examples:
+            >>> exact = PatchResult(
+            ...     torch.tensor([[[0.0], [1.0], [2.0]]]), torch.ones(1), -torch.ones(1),
+            ...     torch.tensor([True]), ["hook_embed"], [-1], ["0", "1", "2"])
+            >>> exact.agreement(exact, top=1)["top_overlap"]
+            1.0
+        """
+        for name in ("sites", "positions", "mode", "metric"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                raise InputError(f"the results have different {name}: {mine} here, {theirs} in the other")
+        same = self.tokens is None or other.tokens is None or torch.equal(self.tokens, other.tokens)
+        if self.values.shape != other.values.shape or not same:
+            raise InputError("the results are of different pairs: patch and attribute the same ones")
+        if top < 1:
+            raise InputError(f"top must be at least 1, got {top}")
+        a, b = (r.recovery(correct_only).flatten().double() for r in (self, other))
+        top = min(top, len(a))
+        first, second = (set(x.abs().topk(top).indices.tolist()) for x in (a, b))
+        return {
+            "correlation": _correlation(a, b),
+            "rank_correlation": _correlation(_ranks(a), _ranks(b)),
+            "max_difference": (a - b).abs().max().item(),
+            "mean_difference": (a - b).abs().mean().item(),
+            "top_overlap": len(first & second) / top,
+            "top": top,
+            "cells": len(a),
+        }
+
     def to_dataframe(self, correct_only: bool = True) -> pd.DataFrame:
         """One row a cell: site, layer, pos, recovery, lo, hi, n, mode, metric, kind."""
         import pandas as pd
@@ -163,7 +204,13 @@ class PatchResult(Result):
         lo, hi = self.interval(correct_only=correct_only)
         where = [int(p) if p.isdigit() else i for i, p in enumerate(self.positions)]
         return plots.patch_heatmap(
-            self.recovery(correct_only), self.sites, where, tokens=tokens, lo=lo, hi=hi, mode="noise" if self.mode == "noise" else "denoise"
+            self.recovery(correct_only),
+            self.sites,
+            where,
+            tokens=tokens,
+            lo=lo,
+            hi=hi,
+            mode="noise" if self.mode == "noise" else "denoise",
         )
 
 
@@ -210,16 +257,16 @@ def patch(
     if mode not in ("denoise", "noise"):
         raise InputError(f"mode {mode!r} is not known. Allowed: 'denoise', 'noise'")
     names = expand(model, sites)
-    columns, labels = _columns(pos, pairs.clean.shape[1], len(pairs))
+    where, labels = columns(pos, pairs.clean.shape[1], len(pairs))
     into, source = (pairs.corrupted, pairs.clean) if mode == "denoise" else (pairs.clean, pairs.corrupted)
     mask = padding_mask(pairs.mask)
-    read = Read(_metric(metric), pairs.read_pos[:, None].long(), {"answers": pairs.answers})
+    read = Read(read_metric(metric), pairs.read_pos[:, None].long(), {"answers": pairs.answers})
     values = collect(model, source, names, batch_size=batch_size, attention_mask=mask).tensors
     groups = [names] if joint else [[name] for name in names]
     conditions = [
-        Condition((i, j), tuple(_replace(model, name, values[name], column) for name in group))
+        Condition((i, j), tuple(replace(model, name, values[name], column) for name in group))
         for i, group in enumerate(groups)
-        for j, column in enumerate(columns)
+        for j, column in enumerate(where)
     ]
     run = sweep(
         model,
@@ -236,7 +283,7 @@ def patch(
     shown = [" + ".join(group) for group in groups]
     n = model.cfg.n_layers
     return PatchResult(
-        run.values.reshape(len(groups), len(columns), -1),
+        run.values.reshape(len(groups), len(where), -1),
         clean,
         corrupted,
         (clean > 0) & (corrupted < 0),
@@ -289,10 +336,10 @@ def attribute(
     if mode not in ("denoise", "noise"):
         raise InputError(f"mode {mode!r} is not known. Allowed: 'denoise', 'noise'")
     names = expand(model, sites)
-    columns, labels = _columns(pos, pairs.clean.shape[1], len(pairs))
+    where, labels = columns(pos, pairs.clean.shape[1], len(pairs))
     into, source = (pairs.corrupted, pairs.clean) if mode == "denoise" else (pairs.clean, pairs.corrupted)
     mask = padding_mask(pairs.mask)
-    fn = _metric(metric)
+    fn = read_metric(metric)
     read = Read(fn, pairs.read_pos[:, None].long(), {"answers": pairs.answers})
     values = collect(model, source, names, batch_size=batch_size, attention_mask=mask).tensors
     parts: list[Tensor] = []
@@ -300,10 +347,10 @@ def attribute(
     chunks = torch.arange(len(pairs)).split(batch_size)
     with model.evaluating(), progress_bar(len(chunks), "backward passes", progress) as bar:
         for rows in chunks:
-            found, value = _first_order(
+            found, value = first_order(
                 model, into[rows], None if mask is None else mask[rows], names, values, rows, read
             )
-            cells = [torch.stack([_at_column(x, c, rows) for c in columns]) for x in found]
+            cells = [torch.stack([at_column(x, c, rows) for c in where]) for x in found]
             parts.append(torch.stack(cells) + value)
             base.append(value)
             bar.update(1)
@@ -319,130 +366,14 @@ def attribute(
     )  # fmt: skip
 
 
-def _first_order(
-    model: HookedModel, tokens: Tensor, mask: Tensor | None, names: list[str], values: dict[str, Tensor],
-    rows: Tensor, read: Read,
-) -> tuple[list[Tensor], Tensor]:  # fmt: skip
-    """Gradient times difference at each site, summed over features: (example, pos) each; and the metric."""
-    held: dict[str, Tensor] = {}
-
-    def keep(tensor: Tensor, hook: HookPoint) -> Tensor:
-        # A frozen model computes no gradient by itself; from here on one is needed.
-        tensor = tensor if tensor.requires_grad else tensor.detach().requires_grad_()
-        held[hook.name] = tensor
-        return tensor
-
-    with torch.enable_grad():
-        logits = model.run_with_hooks(tokens, [(name, keep) for name in names], attention_mask=mask)
-        where = read.pos[rows].to(logits.device)  # type: ignore[index]
-        picked = logits.gather(1, where[..., None].expand(-1, -1, logits.shape[-1]))
-        value = read.fn(picked, **{k: v[rows].to(logits.device) for k, v in read.data.items()})
-        grads = torch.autograd.grad(value.sum(), [held[name] for name in names])
-    found = []
-    for name, grad in zip(names, grads, strict=True):
-        change = values[name][rows].to(grad.device) - held[name].detach()
-        found.append((grad * change).flatten(2).sum(-1).cpu())
-    return found, value.detach().cpu()
+def _correlation(a: Tensor, b: Tensor) -> float:
+    a, b = a - a.mean(), b - b.mean()
+    size = a.norm() * b.norm()
+    return (a @ b / size).item() if size > 0 else float("nan")
 
 
-def _at_column(x: Tensor, column: Tensor | None, rows: Tensor) -> Tensor:
-    if column is None:
-        return x.sum(1)
-    return x[torch.arange(len(rows)), column[rows]]
-
-
-def _replace(model: HookedModel, name: str, values: Tensor, column: Tensor | None) -> Edit:
-    """The edit that puts ``values`` (example, pos, ...) in at one position of each example."""
-    data: dict[str, Tensor] = {"value": values}
-    if column is not None:
-        data["where"] = column
-
-    def step(tensor: Tensor, hook: HookPoint, value: Tensor, where: Tensor | None = None) -> Tensor | None:
-        new = value[:, hook.pos].to(tensor)
-        if where is None:
-            return new
-        chosen = torch.eq(where, hook.pos or 0).to(tensor.device).reshape(-1, *[1] * (tensor.ndim - 1))
-        return torch.where(chosen, new, tensor)
-
-    def whole(tensor: Tensor, hook: HookPoint, value: Tensor, where: Tensor | None = None) -> Tensor:
-        if value.shape[1:] != tensor.shape[1:]:
-            raise ShapeError(
-                f"can't patch {hook.name!r}: the source has shape {tuple(value.shape)}, the run {tuple(tensor.shape)}"
-            )
-        if where is None:
-            return value.to(tensor)
-        rows = torch.arange(len(tensor), device=tensor.device)
-        where = where.to(tensor.device)
-        out = tensor.clone()
-        out[rows, where] = value.to(tensor)[rows, where]
-        return out
-
-    if not model.point(name).step:
-        return Edit(name, whole, data)
-    steps = None if column is None else tuple(sorted(set(column.tolist())))
-    return Edit(name, step, data, steps)
-
-
-def _columns(pos: Pos, length: int, n: int) -> tuple[list[Tensor | None], list[str]]:
-    """Columns of a patch result: a position for each example, or None for all at once; and labels."""
-
-    def constant(p: int) -> Tensor:
-        if not -length <= p < length:
-            raise InputError(
-                f"position {p} asked for, but the sequences have {length}: allowed are {-length} to {length - 1}"
-            )
-        return torch.full((n,), p % length)
-
-    if pos is None:
-        return [None], ["all"]
-    if isinstance(pos, str):
-        if pos != "each":
-            raise InputError(
-                f"pos={pos!r} is not known. Allowed: None, 'each', an int, a slice, a list, a tensor"
-            )
-        pos = slice(None)
-    if isinstance(pos, Tensor) and pos.ndim == 1 and len(pos) == n and n != 0:
-        if bool(((pos < -length) | (pos >= length)).any()):
-            raise InputError(f"a position is outside the {length} positions of the sequences")
-        return [pos.long() % length], ["per example"]
-    if isinstance(pos, int):
-        wanted = [pos]
-    elif isinstance(pos, slice):
-        wanted = list(range(length))[pos]
-    elif isinstance(pos, Tensor):
-        raise ShapeError(f"pos as a tensor must be (example,) with {n} examples, got {tuple(pos.shape)}")
-    else:
-        wanted = [int(p) for p in pos]
-    if not wanted:
-        raise InputError(f"pos={pos!r} selects no position of {length}")
-    return [constant(p) for p in wanted], [str(p % length) for p in wanted]
-
-
-def _metric(metric: Metric) -> Callable[..., Tensor]:
-    if callable(metric):
-        given = metric
-
-        def custom(logits: Tensor, answers: Tensor) -> Tensor:
-            value = given(logits[:, 0], answers)
-            if not isinstance(value, Tensor) or value.shape != (len(logits),):
-                raise ShapeError(
-                    f"metric must return one value for each example, ({len(logits)},), got "
-                    f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__}"
-                )
-            return value
-
-        return custom
-    if metric not in ("logit_diff", "prob_diff"):
-        raise InputError(
-            f"metric {metric!r} is not known. Allowed: 'logit_diff', 'prob_diff', or a function "
-            "of logits (batch, d_vocab) and answers (batch, 2)"
-        )
-
-    def difference(logits: Tensor, answers: Tensor) -> Tensor:
-        scores = logits[:, 0].float()
-        high = int(answers.max())
-        if high >= scores.shape[-1]:
-            raise InputError(f"answer id {high} is outside the {scores.shape[-1]} logits of the model")
-        return logit_diff(scores.softmax(-1) if metric == "prob_diff" else scores, answers)
-
-    return difference
+def _ranks(x: Tensor) -> Tensor:
+    """Ranks, equal values sharing their mean rank. (cell,)"""
+    _, ids, counts = torch.unique(x, return_inverse=True, return_counts=True)
+    last = counts.cumsum(0).double()
+    return (last - (counts - 1) / 2)[ids]

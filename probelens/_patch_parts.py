@@ -1,0 +1,158 @@
+"""The parts that patching shares: which positions, which metric, the edit that puts values in, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from probelens.errors import InputError, ShapeError
+from probelens.metrics import logit_diff
+from probelens.model import HookedModel
+from probelens.points import HookPoint
+from probelens.sweep import Edit, Read
+
+Metric = Literal["logit_diff", "prob_diff"] | Callable[[Tensor, Tensor], Tensor]
+Pos = Literal["each"] | int | slice | Sequence[int] | Tensor | None
+Mode = Literal["denoise", "noise"]
+
+
+def first_order(
+    model: HookedModel, tokens: Tensor, mask: Tensor | None, names: list[str], values: dict[str, Tensor],
+    rows: Tensor, read: Read,
+) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+    """Gradient times difference at each site, summed over features: (example, pos) each; and the metric."""
+    held: dict[str, list[Tensor]] = {name: [] for name in names}
+
+    def keep(tensor: Tensor, hook: HookPoint) -> Tensor:
+        # A frozen model computes no gradient by itself; from here on one is needed.
+        tensor = tensor if tensor.requires_grad else tensor.detach().requires_grad_()
+        held[model.alias(hook.name)].append(tensor)
+        return tensor
+
+    with torch.enable_grad():
+        logits = model.run_with_hooks(tokens, [(name, keep) for name in names], attention_mask=mask)
+        where = read.pos[rows].to(logits.device)  # type: ignore[index]
+        picked = logits.gather(1, where[..., None].expand(-1, -1, logits.shape[-1]))
+        value = read.fn(picked, **{k: v[rows].to(logits.device) for k, v in read.data.items()})
+        every = [tensor for name in names for tensor in held[name]]
+        # A state after the read position has no gradient: nothing is read from it.
+        grads = iter(torch.autograd.grad(value.sum(), every, allow_unused=True))
+    found = []
+    for name in names:
+        # A state point was called once a step; any other point once, with all positions.
+        steps = model.point(name).step
+        parts = []
+        for i, tensor in enumerate(held[name]):
+            grad = next(grads)
+            new = values[name][rows][:, i] if steps else values[name][rows]
+            change = new.to(tensor.device) - tensor.detach()
+            effect = torch.zeros_like(change) if grad is None else grad * change
+            parts.append(effect.flatten(1).sum(-1)[:, None] if steps else effect.flatten(2).sum(-1))
+        found.append(torch.cat(parts, 1).cpu())
+    return found, value.detach().cpu()
+
+
+def at_column(x: Tensor, column: Tensor | None, rows: Tensor) -> Tensor:
+    if column is None:
+        return x.sum(1)
+    return x[torch.arange(len(rows)), column[rows]]
+
+
+def replace(model: HookedModel, name: str, values: Tensor, column: Tensor | None) -> Edit:
+    """The edit that puts ``values`` (example, pos, ...) in at one position of each example."""
+    data: dict[str, Tensor] = {"value": values}
+    if column is not None:
+        data["where"] = column
+
+    def step(tensor: Tensor, hook: HookPoint, value: Tensor, where: Tensor | None = None) -> Tensor | None:
+        new = value[:, hook.pos].to(tensor)
+        if where is None:
+            return new
+        chosen = torch.eq(where, hook.pos or 0).to(tensor.device).reshape(-1, *[1] * (tensor.ndim - 1))
+        return torch.where(chosen, new, tensor)
+
+    def whole(tensor: Tensor, hook: HookPoint, value: Tensor, where: Tensor | None = None) -> Tensor:
+        if value.shape[1:] != tensor.shape[1:]:
+            raise ShapeError(
+                f"can't patch {hook.name!r}: the source has shape {tuple(value.shape)}, the run {tuple(tensor.shape)}"
+            )
+        if where is None:
+            return value.to(tensor)
+        rows = torch.arange(len(tensor), device=tensor.device)
+        where = where.to(tensor.device)
+        out = tensor.clone()
+        out[rows, where] = value.to(tensor)[rows, where]
+        return out
+
+    if not model.point(name).step:
+        return Edit(name, whole, data)
+    steps = None if column is None else tuple(sorted(set(column.tolist())))
+    return Edit(name, step, data, steps)
+
+
+def columns(pos: Pos, length: int, n: int) -> tuple[list[Tensor | None], list[str]]:
+    """Columns of a patch result: a position for each example, or None for all at once; and labels."""
+
+    def constant(p: int) -> Tensor:
+        if not -length <= p < length:
+            raise InputError(
+                f"position {p} asked for, but the sequences have {length}: allowed are {-length} to {length - 1}"
+            )
+        return torch.full((n,), p % length)
+
+    if pos is None:
+        return [None], ["all"]
+    if isinstance(pos, str):
+        if pos != "each":
+            raise InputError(
+                f"pos={pos!r} is not known. Allowed: None, 'each', an int, a slice, a list, a tensor"
+            )
+        pos = slice(None)
+    if isinstance(pos, Tensor) and pos.ndim == 1 and len(pos) == n and n != 0:
+        if bool(((pos < -length) | (pos >= length)).any()):
+            raise InputError(f"a position is outside the {length} positions of the sequences")
+        return [pos.long() % length], ["per example"]
+    if isinstance(pos, int):
+        wanted = [pos]
+    elif isinstance(pos, slice):
+        wanted = list(range(length))[pos]
+    elif isinstance(pos, Tensor):
+        raise ShapeError(f"pos as a tensor must be (example,) with {n} examples, got {tuple(pos.shape)}")
+    else:
+        wanted = [int(p) for p in pos]
+    if not wanted:
+        raise InputError(f"pos={pos!r} selects no position of {length}")
+    return [constant(p) for p in wanted], [str(p % length) for p in wanted]
+
+
+def read_metric(metric: Metric) -> Callable[..., Tensor]:
+    if callable(metric):
+        given = metric
+
+        def custom(logits: Tensor, answers: Tensor) -> Tensor:
+            value = given(logits[:, 0], answers)
+            if not isinstance(value, Tensor) or value.shape != (len(logits),):
+                raise ShapeError(
+                    f"metric must return one value for each example, ({len(logits)},), got "
+                    f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__}"
+                )
+            return value
+
+        return custom
+    if metric not in ("logit_diff", "prob_diff"):
+        raise InputError(
+            f"metric {metric!r} is not known. Allowed: 'logit_diff', 'prob_diff', or a function "
+            "of logits (batch, d_vocab) and answers (batch, 2)"
+        )
+
+    def difference(logits: Tensor, answers: Tensor) -> Tensor:
+        scores = logits[:, 0].float()
+        high = int(answers.max())
+        if high >= scores.shape[-1]:
+            raise InputError(f"answer id {high} is outside the {scores.shape[-1]} logits of the model")
+        return logit_diff(scores.softmax(-1) if metric == "prob_diff" else scores, answers)
+
+    return difference
