@@ -136,31 +136,45 @@ def load_pretrained(
 ) -> tuple[nn.Module, Any]:
     """A causal language model and its tokenizer (None if it has none) from the hub or a folder.
 
+    A checkpoint in mamba-ssm's own format is read into transformers' class.
+
     Raises:
         InputError: There is no such model, or it can't be read.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from probelens.adapters import _mamba_ssm_files as mamba_ssm
+
     options = {"trust_remote_code": trust_remote_code, **kw}
-    try:
-        module = AutoModelForCausalLM.from_pretrained(name, **({"dtype": dtype} if dtype else {}), **options)
-    except (OSError, ValueError) as err:
-        raise InputError(
-            f"can't load {name!r} as a causal language model: {err}\n"
-            "Give the id of a model on the Hugging Face hub or a folder made by save_pretrained()."
-        ) from err
+    hub = {k: v for k, v in kw.items() if k in ("revision", "cache_dir", "token")}
+    if mamba_ssm.is_config(mamba_ssm.read_config(name, **hub)):
+        # Before transformers sees it: that takes "mamba" in a name for the type and its own defaults for sizes.
+        module = mamba_ssm.load(name, dtype=_dtype(dtype), **hub)
+    else:
+        try:
+            module = AutoModelForCausalLM.from_pretrained(name, **({"dtype": dtype} if dtype else {}), **options)
+        except (OSError, ValueError) as err:
+            raise InputError(
+                f"can't load {name!r} as a causal language model: {err}\n"
+                "Give the id of a model on the Hugging Face hub or a folder made by save_pretrained()."
+            ) from err
+    module = module.eval() if device is None else module.eval().to(device)
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
     if os.path.isdir(name) and not any(os.path.exists(os.path.join(name, file)) for file in files):
         # Where there are no files AutoTokenizer makes an empty tokenizer of the model's class.
-        return _placed(module, device), None
-    keep = {k: v for k, v in options.items() if k in ("trust_remote_code", "revision", "cache_dir", "token")}
+        return module, None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **keep)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **hub)
     except (OSError, ValueError, KeyError, ImportError):
         # A model saved without a tokenizer is complete: it takes tokens, and text is refused by name.
         tokenizer = None
-    return _placed(module, device), tokenizer
+    return module, tokenizer
 
 
-def _placed(module: nn.Module, device: str | torch.device | None) -> nn.Module:
-    return module.eval() if device is None else module.eval().to(device)
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if not isinstance(dtype, str):
+        return dtype
+    found = getattr(torch, dtype, None)
+    if dtype != "auto" and not isinstance(found, torch.dtype):
+        raise InputError(f'dtype={dtype!r} is not known. Give a torch.dtype, its name such as "bfloat16", or "auto"')
+    return found

