@@ -114,6 +114,7 @@ class Generic(Adapter):
 
     name = "generic"
     priority = 0
+    any_module = True
     options = ("blocks", "embed", "ln_final", "unembed", "tokenizer")
 
     def __init__(

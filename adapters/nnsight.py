@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from probelens.adapter import Adapter, Call, StopForward
-from probelens.errors import InputError, ShapeError
+from probelens.errors import AdapterNotFoundError, InputError, ShapeError
 from probelens.hooks import Entry, HookPoint, Site, Switchboard
 from probelens.model import HookedModel
 from probelens.registry import find_adapter
@@ -24,7 +24,7 @@ from probelens.registry import find_adapter
 __all__ = ["NNsight"]
 
 # An envoy, where at its module, what hooks are told, and the functions by number (None reads).
-_Visit = tuple[Any, Site | None, SimpleNamespace, list[tuple[int, Callable[..., Any] | None]]]
+_Visit = tuple[Any, Site, SimpleNamespace, list[tuple[int, Callable[..., Any] | None]]]
 
 
 class NNsight(Adapter):
@@ -55,6 +55,8 @@ class NNsight(Adapter):
 
     @classmethod
     def wrap(cls, module: Any, remote: bool | str = False, **options: Any) -> HookedModel:
+        if not cls.matches(module):
+            raise AdapterNotFoundError(f"adapter 'nnsight' wraps nnsight models, not a {type(module).__name__}")
         if any(envoy._edits for envoy in [module, *module.modules()]):
             raise InputError(
                 "this nnsight model has default edits (model.edit), which only its own traces apply. "
@@ -80,6 +82,7 @@ class Remote(Adapter):
     """Runs a model elsewhere, through nnsight's trace; knows it through the adapter of its architecture."""
 
     name = "nnsight"
+    differentiable = False
 
     def __init__(self, known: Adapter, model: Any, remote: bool | str) -> None:
         super().__init__(known.module)
@@ -185,7 +188,8 @@ class Remote(Adapter):
             layer=lambda: layer,
         )
         fns = [(number, None if entry.reads else entry.fn) for number, entry in entries]
-        return self.model.get(point.module), point.site, hook, fns
+        assert point.site is not None
+        return self.model.get(point.site.path), point.site, hook, fns
 
 
 class RemoteModel(HookedModel):

@@ -126,6 +126,10 @@ class TransformerLens(Adapter):
 
     @classmethod
     def wrap(cls, module: Any, **options: Any) -> HookedModel:
+        if not cls.matches(module):
+            raise AdapterNotFoundError(
+                f"adapter 'transformer-lens' wraps a TransformerBridge, not a {type(module).__name__}"
+            )
         return BridgeModel(module, cls(module, **options))
 
     # -- hook points ---------------------------------------------------------------------------------

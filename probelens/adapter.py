@@ -61,6 +61,11 @@ class ModelConfig:
     dtype: torch.dtype = torch.float32
     extra: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def attn_only(self) -> bool:
+        """Whether the blocks have attention and no MLP."""
+        return self.n_heads > 0 and self.d_mlp == 0
+
 
 @dataclass
 class Call:
@@ -113,6 +118,9 @@ class Adapter:
     name: ClassVar[str] = ""
     priority: ClassVar[int] = 50
     options: ClassVar[tuple[str, ...]] = ()
+    # Whether the options say all there is to know, so that the adapter takes modules it doesn't match.
+    any_module: ClassVar[bool] = False
+    differentiable: ClassVar[bool] = True
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -268,8 +276,16 @@ class Adapter:
         """The logits (or main output) in what the module returned. (batch, pos, d_vocab)"""
         return pick(raw, "logits" if isinstance(raw, Mapping) and "logits" in raw else None, "output")
 
-    def loss(self, logits: Tensor, call: Call) -> Tensor:
-        """Mean next-token cross-entropy in nats, padding left out. ()
+    def loss(self, logits: Tensor, call: Call, per_token: bool = False) -> Tensor:
+        """Next-token cross-entropy in nats, padding left out.
+
+        Args:
+            logits: (batch, pos, d_vocab)
+            call: What was run.
+            per_token: Every prediction by itself, 0 at padding.
+
+        Returns:
+            The mean (), or (batch, pos − 1).
 
         Raises:
             InputError: The input wasn't tokens, so there is nothing to predict.
@@ -284,10 +300,11 @@ class Adapter:
         losses = nn.functional.cross_entropy(
             logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none"
         )
+        shape = tokens[:, 1:].shape
         if call.mask is None:
-            return losses.mean()
+            return losses.view(shape) if per_token else losses.mean()
         weight = (call.mask[:, 1:] * call.mask[:, :-1]).flatten().to(losses.dtype)
-        return (losses * weight).sum() / weight.sum()
+        return (losses * weight).view(shape) if per_token else (losses * weight).sum() / weight.sum()
 
     # -- starting and stopping at a block --------------------------------------------------------
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +19,10 @@ __all__ = ["ActivationCache", "Slice", "act_name", "slice_positions"]
 Slice = int | slice | list[int] | Tensor | tuple[Any, ...] | None
 
 _LAYER_TYPES = {"a": "attn", "m": "mlp", "b": "", "block": "", "blocks": "", "attention": "attn"}
+_SHORT = {
+    "attn": "pattern", "attn_logits": "attn_scores", "key": "k", "query": "q", "value": "v",
+    "mlp_pre": "pre", "mlp_mid": "mid", "mlp_post": "post",
+}  # fmt: skip
 
 
 def act_name(key: str | tuple[Any, ...], names: Iterable[str], n_layers: int) -> str:
@@ -40,10 +45,14 @@ def act_name(key: str | tuple[Any, ...], names: Iterable[str], n_layers: int) ->
         'blocks.1.hook_resid_post'
     """
     names = list(names)
+    found: Any
     if isinstance(key, str):
         for candidate in (key, f"hook_{key}"):
             if candidate in names:
                 return candidate
+        found = re.fullmatch(r"([a-z]+)(\d+)([a-z]\w*)?", key)
+        if found:  # "k6", "pattern0", "scale4ln1"
+            return act_name((found[1], int(found[2]), found[3]), names, n_layers)
         raise UnknownHookError(f"{key!r} not found. Nearest: {_listed(nearest(key, names) or names[:3])}")
     short, layer, *rest = (*key, None) if len(key) == 1 else key
     if layer is None:
@@ -54,6 +63,7 @@ def act_name(key: str | tuple[Any, ...], names: Iterable[str], n_layers: int) ->
             f"allowed are {-n_layers} to {n_layers - 1}"
         )
     prefix = f"blocks.{layer % n_layers}."
+    short = _SHORT.get(short, short)
     kind = rest[0] if rest else None
     if kind is not None:
         kind = _LAYER_TYPES.get(kind, kind)
@@ -133,11 +143,14 @@ class ActivationCache(Mapping[str, Tensor]):
     def _name(self, key: str | tuple[Any, ...]) -> str:
         if isinstance(key, str) and key in self.cache_dict:
             return key
-        if isinstance(key, str) and self.model is not None:
-            known = self.model.alias(key)
-            if known in self.cache_dict:
-                return known
         n_layers = self.model.cfg.n_layers if self.model is not None else self._n_layers()
+        if self.model is not None:
+            full = key if isinstance(key, str) else ""
+            if isinstance(key, tuple) and len(key) > 1 and isinstance(key[1], int) and -n_layers <= key[1] < n_layers:
+                full = f"blocks.{key[1] % n_layers}.hook_{key[0]}"
+            known = self.model.alias(full)
+            if known in self.cache_dict and known != full:
+                return known
         try:
             return act_name(key, self.cache_dict, n_layers)
         except UnknownHookError as err:
@@ -158,6 +171,11 @@ class ActivationCache(Mapping[str, Tensor]):
             return isinstance(key, (str, tuple)) and self._name(key) in self.cache_dict
         except UnknownHookError:
             return False
+
+    def __getattr__(self, name: str) -> Any:
+        from probelens.lens import explained
+
+        raise explained("ActivationCache", name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.cache_dict)
@@ -184,12 +202,20 @@ class ActivationCache(Mapping[str, Tensor]):
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> ActivationCache:
-        """A cache with every activation on a device or of a dtype. This one stays as it is."""
-        moved = {n: t.to(device=device, dtype=dtype) for n, t in self.cache_dict.items()}
-        return ActivationCache(moved, self.model, self.has_batch_dim)
+        """Move every activation to a device or a dtype; changes this cache, and returns it."""
+        self.cache_dict = {n: t.to(device=device, dtype=dtype) for n, t in self.cache_dict.items()}
+        return self
+
+    def toggle_autodiff(self, mode: bool = False) -> None:
+        """``torch.set_grad_enabled(mode)``, for the whole process, as in TransformerLens."""
+        torch.set_grad_enabled(mode)
 
     def remove_batch_dim(self) -> ActivationCache:
-        """A cache without the batch axis. Raises ShapeError unless it has size 1."""
+        """Remove the batch axis; changes this cache, and returns it.
+
+        Raises:
+            ShapeError: More than one example.
+        """
         if not self.has_batch_dim:
             return self
         for name, tensor in self.cache_dict.items():
@@ -198,7 +224,9 @@ class ActivationCache(Mapping[str, Tensor]):
                     f"remove_batch_dim needs a batch of 1, but {name!r} has shape {tuple(tensor.shape)}. "
                     "Select one example first."
                 )
-        return ActivationCache({n: t[0] for n, t in self.cache_dict.items()}, self.model, False)
+        self.cache_dict = {n: t[0] for n, t in self.cache_dict.items()}
+        self.has_batch_dim = False
+        return self
 
     def apply_slice_to_batch_dim(self, batch_slice: Slice) -> ActivationCache:
         """A cache with some examples only; an int removes the batch axis."""
@@ -268,11 +296,7 @@ class ActivationCache(Mapping[str, Tensor]):
             if (incl_mid and i < upto) or (mlp_input and i == upto):
                 parts.append(self["resid_mid", i])
                 labels.append(f"{i}_mid")
-        axis = 1 if self.has_batch_dim else 0
-        if pos_slice is not None:
-            parts = [slice_positions(p if axis else p[None], pos_slice) for p in parts]
-            parts = parts if axis else [p[0] for p in parts]
-        stacked = torch.stack(parts)
+        stacked = torch.stack([self._at(part, pos_slice) for part in parts])
         if apply_ln:
             if self.model is None or "ln_final" not in self.model.adapter.parts:
                 raise InputError("apply_ln needs a model with a final norm; this one has none")
@@ -280,3 +304,56 @@ class ActivationCache(Mapping[str, Tensor]):
             with torch.no_grad():
                 stacked = norm(stacked)
         return (stacked, labels) if return_labels else stacked
+
+    def decompose_resid(
+        self, layer: int | None = None, mlp_input: bool = False, mode: Literal["all", "mlp", "attn"] = "all",
+        apply_ln: bool = False, pos_slice: Slice = None, incl_embeds: bool = True, return_labels: bool = False,
+    ) -> Tensor | tuple[Tensor, list[str]]:  # fmt: skip
+        """What each layer adds to the residual stream; with the embedding, the parts sum to it.
+
+        Args:
+            layer: Up to the input of this layer; None or -1 for the input of the final norm.
+            mlp_input: Also what attention (or the mixer) of ``layer`` adds.
+            mode: "all", or only what "attn" (attention or mixer) or "mlp" adds.
+            apply_ln: Not here: it needs the cached scales of TransformerLens' own norms.
+            pos_slice: Positions to keep.
+            incl_embeds: Also the embedding, and what else enters block 0 (position embeddings).
+            return_labels: Also names such as ``"embed"``, ``"3_attn_out"`` and ``"3_mixer_out"``.
+
+        Returns:
+            (component, batch, pos, d_model), and the labels if asked for.
+
+        Raises:
+            InputError: apply_ln, or a mode that isn't known.
+            UnknownHookError: The cache lacks one of them.
+        """
+        if apply_ln:
+            raise InputError(
+                "apply_ln=True needs the cached scales of TransformerLens' own norms, which a wrapped model doesn't have. "
+                "For the logit lens use accumulated_resid(apply_ln=True), which applies the final norm"
+            )
+        if mode not in ("all", "mlp", "attn"):
+            raise InputError(f"mode={mode!r} is not known. Allowed: 'all', 'mlp', 'attn'")
+        n_layers = self.model.cfg.n_layers if self.model is not None else self._n_layers()
+        upto = n_layers if layer in (None, -1) else int(layer)  # type: ignore[arg-type]
+        parts: dict[str, Tensor] = {}
+        if incl_embeds:
+            parts["embed"] = self["hook_embed"]
+            rest = self["resid_pre", 0] - parts["embed"]
+            if "hook_pos_embed" in self.cache_dict or bool(rest.any()):
+                parts["pos_embed"] = rest
+        for i in range(upto + (mlp_input and upto < n_layers)):
+            first = "mixer_out" if ("mixer_out", i) in self and ("attn_out", i) not in self else "attn_out"
+            has_mlp = ("mlp_out", i) in self or (first == "attn_out" and not self._attn_only())
+            if mode != "mlp":
+                parts[f"{i}_{first}"] = self[first, i]
+            if mode != "attn" and i < upto and has_mlp:
+                parts[f"{i}_mlp_out"] = self["mlp_out", i]
+        stacked = torch.stack([self._at(part, pos_slice) for part in parts.values()])
+        return (stacked, list(parts)) if return_labels else stacked
+
+    def _attn_only(self) -> bool:
+        return self.model is not None and self.model.cfg.attn_only
+
+    def _at(self, part: Tensor, pos: Slice) -> Tensor:
+        return slice_positions(part, pos, 1 if self.has_batch_dim else 0)

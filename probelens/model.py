@@ -13,10 +13,11 @@ from probelens.adapter import Adapter, ModelConfig, StopForward
 from probelens.cache import ActivationCache, Slice
 from probelens.errors import InputError, UnknownHookError
 from probelens.hooks import Direction, Entry, HookFn, Switchboard, check_fired
-from probelens.inputs import ModelInputs, described
+from probelens.inputs import described
+from probelens.lens import LensMethods
 from probelens.names import NamesFilter
 from probelens.points import HookPoint
-from probelens.recording import recorders
+from probelens.recording import recorders, without_batch
 
 if TYPE_CHECKING:
     from probelens.verify import VerifyReport
@@ -27,7 +28,7 @@ HookSpec = tuple["str | HookPoint | Callable[[str], bool] | Iterable[str]", Hook
 ReturnType = Literal["logits", "loss", "both"] | None
 
 
-class HookedModel(ModelInputs):
+class HookedModel(LensMethods):
     """A model with hook points, made by ``probelens.wrap`` or ``probelens.load``.
 
     The user's module stays what it is: same class, same state dict, same results. PyTorch hooks
@@ -68,6 +69,7 @@ class HookedModel(ModelInputs):
         stop_at_layer: int | None = None,
         start_at_layer: int | None = None,
         attention_mask: Tensor | None = None,
+        loss_per_token: bool = False,
         **kw: Any,
     ) -> Any:
         """Run the model.
@@ -80,6 +82,7 @@ class HookedModel(ModelInputs):
                 ``n_layers`` gives the residual after the last block; negative counts from the end.
             start_at_layer: Skip the blocks before this one.
             attention_mask: 1 for real tokens, 0 for padding. (batch, pos)
+            loss_per_token: The loss of each prediction, (batch, pos − 1), instead of their mean.
             **kw: Passed to the module's forward.
 
         Returns:
@@ -104,7 +107,7 @@ class HookedModel(ModelInputs):
 
     def _forward(
         self, inputs: Any, return_type: ReturnType, start: int | None, stop: int | None,
-        mask: Tensor | None, extra: dict[str, Any],
+        mask: Tensor | None, per_token: bool, extra: dict[str, Any],
     ) -> Any:  # fmt: skip
         if return_type not in ("logits", "loss", "both", None):
             raise InputError(
@@ -127,7 +130,7 @@ class HookedModel(ModelInputs):
         logits = self.adapter.output(raw)
         if return_type == "logits":
             return logits
-        loss = self.adapter.loss(logits, call)
+        loss = self.adapter.loss(logits, call, per_token)
         return loss if return_type == "loss" else (logits, loss)
 
     def _layer(self, layer: int | None, what: str) -> int | None:
@@ -146,7 +149,7 @@ class HookedModel(ModelInputs):
         if point.name.startswith("blocks."):
             layer = point.layer()
         elif point.name in self._points:
-            layer = -1 if point.name == "hook_embed" else n
+            layer = -1 if point.name in ("hook_embed", "hook_pos_embed") else n
         else:
             inside = [i for i, b in enumerate(self.adapter.blocks) if f"{point.module}.".startswith(f"{b}.")]
             if not inside:
@@ -154,12 +157,14 @@ class HookedModel(ModelInputs):
             layer = inside[0]
         return (start is None or layer >= start) and (stop is None or layer < stop)
 
-    def _entries(self, specs: Iterable[HookSpec], dir: Direction, **kw: Any) -> list[Entry]:
+    def _entries(
+        self, specs: Iterable[HookSpec], dir: Direction, start: int | None = None, stop: int | None = None, **kw: Any
+    ) -> list[Entry]:
         entries: list[Entry] = []
         for spec in specs:
             if not isinstance(spec, (tuple, list)) or len(spec) != 2 or not callable(spec[1]):
                 raise InputError(f"a hook is a pair (name, function), got {spec!r}")
-            entries += [Entry(point, spec[1], dir, **kw) for point in self.match(spec[0])[0]]
+            entries += [Entry(point, spec[1], dir, **kw) for point in self._wanted(spec[0], start, stop)]
         return entries
 
     @contextlib.contextmanager
@@ -207,6 +212,7 @@ class HookedModel(ModelInputs):
         return_type: ReturnType = "logits",
         stop_at_layer: int | None = None,
         start_at_layer: int | None = None,
+        remove_batch_dim: bool = False,
         **kw: Any,
     ) -> Any:
         """Run once with hooks.
@@ -221,15 +227,19 @@ class HookedModel(ModelInputs):
             reset_hooks_end: False keeps the hooks until ``reset_hooks``.
             clear_contexts: Empty each hook point's ``ctx`` at the end.
             return_type: As for calling the model.
-            stop_at_layer: As for calling the model.
-            start_at_layer: As for calling the model.
+            stop_at_layer: As for calling the model; patterns then mean the points before it.
+            start_at_layer: As for calling the model; patterns then mean the points from it on.
+            remove_batch_dim: Call the hooks without the batch axis, which must have size 1.
             **kw: Passed to the module's forward.
 
         Raises:
             HookNotFiredError: A hook was not called.
             ShapeError: A hook returned another shape than it got.
         """
-        entries = [*self._entries(fwd_hooks, "fwd"), *self._entries(bwd_hooks, "bwd")]
+        if remove_batch_dim:
+            fwd_hooks, bwd_hooks = without_batch(fwd_hooks), without_batch(bwd_hooks)
+        part = (start_at_layer, stop_at_layer)
+        entries = [*self._entries(fwd_hooks, "fwd", *part), *self._entries(bwd_hooks, "bwd", *part)]
         self._board.add(entries)
         kept = False
         try:
@@ -340,7 +350,8 @@ class HookedModel(ModelInputs):
         if explicit or (start is None and stop is None):
             return points
         lo, hi = self._layer(start, "start_at_layer"), self._layer(stop, "stop_at_layer")
-        return [p for p in points if self._reached(p, lo, hi)]
+        # Where a pattern fits only what this run leaves out, all of it stays, to be reported as silent.
+        return [p for p in points if self._reached(p, lo, hi)] or points
 
     # -- hooks that stay ------------------------------------------------------------------------------
 
@@ -366,7 +377,7 @@ class HookedModel(ModelInputs):
 
     def reset_hooks(
         self, clear_contexts: bool = True, direction: Literal["fwd", "bwd", "both"] = "both",
-        including_permanent: bool = False,
+        including_permanent: bool = False, name: str | None = None,
     ) -> None:  # fmt: skip
         """Remove the hooks of ``add_hook``.
 
@@ -374,18 +385,19 @@ class HookedModel(ModelInputs):
             clear_contexts: Empty every hook point's ``ctx``.
             direction: "fwd", "bwd" or "both".
             including_permanent: Also those added with ``is_permanent=True``.
+            name: Only those at this hook point.
         """
         if direction not in ("fwd", "bwd", "both"):
             raise InputError(f"direction={direction!r} is not known. Allowed: 'fwd', 'bwd', 'both'")
         gone = [
             e for e in self._added
             if direction in ("both", e.dir) and (including_permanent or not e.permanent)
+            and name in (None, e.point.name)
         ]  # fmt: skip
         self._board.remove(gone)
         self._added = [e for e in self._added if e not in gone]
         if clear_contexts:
-            for point in self._points.values():
-                point.ctx.clear()
+            self.clear_contexts()
 
     def has_hooks(self) -> bool:
         """Whether hooks are in place that a call from this thread would reach."""

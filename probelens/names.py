@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ class PointNames:
         self._points: dict[str, HookPoint] = {}
         self._aliases: dict[str, str] = {}
         for point in adapter.all_points:
+            point.owner = weakref.ref(self)
             self._points[point.name] = point
             self._aliases.update(dict.fromkeys(point.aliases, point.name))
 
@@ -86,10 +88,12 @@ class PointNames:
             return self._points[name]
         own = self.adapter.find(name)
         if own is not None:
+            own.owner = weakref.ref(self)
             return own
         path, _, side = name.rpartition(".hook_")
         if side in ("in", "out") and self._has_module(path):
-            return HookPoint(name, "boundary", (), path, site=Site(path, side))  # type: ignore[arg-type]
+            site = Site(path, side)  # type: ignore[arg-type]
+            return HookPoint(name, "boundary", (), path, site=site, owner=weakref.ref(self))
         raise UnknownHookError(self._unknown(name))
 
     def _has_module(self, path: str) -> bool:

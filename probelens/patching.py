@@ -335,6 +335,11 @@ def attribute(
 
     if mode not in ("denoise", "noise"):
         raise InputError(f"mode {mode!r} is not known. Allowed: 'denoise', 'noise'")
+    if not model.adapter.differentiable:
+        raise InputError(
+            f"attribute() needs a gradient, and none comes back from a model run by {model.adapter.name!r} elsewhere. "
+            "Use patch()"
+        )
     names = expand(model, sites)
     where, labels = columns(pos, pairs.clean.shape[1], len(pairs))
     into, source = (pairs.corrupted, pairs.clean) if mode == "denoise" else (pairs.clean, pairs.corrupted)

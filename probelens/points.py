@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -70,6 +70,10 @@ class HookPoint:
         site: Where it stands, for a boundary point.
         step: True for recurrent state: the hook is called once per position, with ``pos`` set.
         note: What a reader should know, such as what an edit here reaches.
+        ctx: Room for what hooks want to keep.
+        pos: The step, in what a state point's hook is told.
+        length: How many steps there are.
+        owner: Gives the model that the point belongs to.
     """
 
     name: str
@@ -83,6 +87,7 @@ class HookPoint:
     ctx: dict[str, Any] = field(default_factory=dict)
     pos: int | None = None
     length: int | None = None
+    owner: Callable[[], Any] | None = None
 
     def layer(self) -> int:
         """The block this point belongs to.
@@ -107,8 +112,30 @@ class HookPoint:
         """This point at one position: the same name and ``ctx``, with ``pos`` set."""
         return HookPoint(
             self.name, self.kind, self.axes, self.module, self.aliases, self.site,
-            self.step, self.note, self.ctx, pos, length,
+            self.step, self.note, self.ctx, pos, length, self.owner,
         )  # fmt: skip
+
+    def add_hook(
+        self, hook: Callable[..., Tensor | None], dir: Literal["fwd", "bwd"] = "fwd", is_permanent: bool = False
+    ) -> None:
+        """``model.add_hook`` at this point."""
+        self._model().add_hook(self, hook, dir, is_permanent)
+
+    def remove_hooks(
+        self, dir: Literal["fwd", "bwd", "both"] = "fwd", including_permanent: bool = False
+    ) -> None:
+        """Remove the hooks that ``add_hook`` put at this point."""
+        self._model().reset_hooks(False, dir, including_permanent, name=self.name)
+
+    def clear_context(self) -> None:
+        """Empty ``ctx``."""
+        self.ctx.clear()
+
+    def _model(self) -> Any:
+        model = self.owner() if self.owner is not None else None
+        if model is None:
+            raise InputError(f"hook point {self.name!r} belongs to no model that is still there: use model.add_hook")
+        return model
 
     def __repr__(self) -> str:
         where = "" if self.pos is None else f", pos={self.pos}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,10 +10,11 @@ import torch
 from torch import Tensor
 
 from probelens.cache import Slice, slice_positions
-from probelens.hooks import Entry
+from probelens.errors import ShapeError
+from probelens.hooks import At, Entry
 from probelens.points import HookPoint
 
-__all__ = ["recorders"]
+__all__ = ["recorders", "without_batch"]
 
 
 def recorders(
@@ -28,7 +30,7 @@ def recorders(
         dtype: Dtype of the copies; None keeps it.
         pos_slice: Positions to keep.
         cache: The dict to fill; None for a new one.
-        squeeze: Leave out the batch axis.
+        squeeze: Leave out a batch axis of size 1.
 
     Returns:
         The dict, and the entries for the forward and the backward pass. A state point that is
@@ -40,16 +42,23 @@ def recorders(
         kept = tensor.detach()
         kept = kept if hook.pos is not None else slice_positions(kept, pos_slice, hook.pos_axis)
         kept = kept.to(device=device, dtype=dtype, copy=True)
-        return kept[0] if squeeze else kept
+        return kept[0] if squeeze and len(kept) == 1 else kept
+
+    held: dict[str, list[int]] = {}
 
     def record(tensor: Tensor, hook: HookPoint, suffix: str = "") -> None:
         name = hook.name + suffix
         if hook.pos is None:
             cache[name] = copy(tensor, hook)
         elif _kept(hook.pos, hook.length, pos_slice):
-            if hook.pos == 0 or not isinstance(cache.get(name), list):
+            steps = held.setdefault(name, [])
+            if hook.pos in steps or not isinstance(cache.get(name), list):
+                steps.clear()
                 cache[name] = []
-            cache[name].append(copy(tensor, hook))
+            # A backward pass comes by the steps from the last to the first.
+            place = bisect.bisect(steps, hook.pos)
+            steps.insert(place, hook.pos)
+            cache[name].insert(place, copy(tensor, hook))
 
     def record_grad(tensor: Tensor, hook: HookPoint) -> None:
         record(tensor, hook, "_grad")
@@ -57,6 +66,30 @@ def recorders(
     fwd = [Entry(p, record, "fwd", reads=True) for p in points]
     bwd = [Entry(p, record_grad, "bwd") for p in points] if incl_bwd else []
     return cache, fwd, bwd
+
+
+def without_batch(hooks: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Hooks that see their tensor without its batch axis, which must have size 1.
+
+    Args:
+        hooks: Pairs (name, fn).
+
+    Raises:
+        ShapeError: When a hook is called with more than one example.
+    """
+
+    def one(fn: Any) -> Any:
+        def call(tensor: Tensor, hook: HookPoint) -> Tensor | None:
+            if len(tensor) != 1:
+                raise ShapeError(
+                    f"remove_batch_dim needs a batch of 1, but {hook.name!r} has shape {tuple(tensor.shape)}"
+                )
+            new = fn(tensor[0], hook=hook)
+            return new[None] if isinstance(new, Tensor) else new
+
+        return call
+
+    return [(name, At(fn.positions, one(fn.fn)) if isinstance(fn, At) else one(fn)) for name, fn in hooks]
 
 
 def _kept(pos: int, length: int | None, wanted: Slice) -> bool:

@@ -96,13 +96,13 @@ def find_adapter(
         return found
     matching = [(key, cls) for key, cls in adapters().items() if cls.matches(module)]
     if wanted:
-        # blocks="…" says that the user describes the model: the adapter that takes it is meant.
+        # blocks="…" says that the user describes the model: the adapter that needs nothing else is meant.
         taking = [(key, cls) for key, cls in adapters().items() if wanted <= set(cls.options)]
-        chosen = [pair for pair in matching if pair in taking] or taking
+        chosen = [pair for pair in matching if pair in taking] or [pair for pair in taking if pair[1].any_module]
         if not chosen:
             if matching:
                 _check_options(matching[0][1], matching[0][0], wanted)
-            raise InputError(f"no adapter takes the options {sorted(wanted)}")
+            raise InputError(f"no adapter for a {type(module).__name__} takes the options {sorted(wanted)}")
         return chosen[0][1]
     if matching:
         return matching[0][1]

@@ -31,8 +31,18 @@ def test_mapping_methods(cache: pl.ActivationCache) -> None:
     assert list(cache) == list(cache.keys())
     assert len(cache) == len(list(cache.values())) == len(list(cache.items()))
     assert "MiB" in repr(cache)
-    assert cache.to(dtype=torch.float64)["embed"].dtype == torch.float64
+
+
+def test_moving_a_cache_changes_it_as_in_transformer_lens(cache: pl.ActivationCache) -> None:
+    mine = pl.ActivationCache(dict(cache.items()), cache.model)
+    assert mine.to(dtype=torch.float64) is mine
+    assert mine["embed"].dtype == torch.float64
     assert cache["embed"].dtype == torch.float32
+    one = pl.ActivationCache({n: t[:1] for n, t in cache.items()}, cache.model)
+    assert one.remove_batch_dim() is one
+    assert one.remove_batch_dim() is one
+    assert torch.equal(one["embed"], cache["embed"][0])
+    assert torch.equal(one.accumulated_resid(pos_slice=-1)[0], cache["resid_pre", 0][0, -1])
 
 
 def test_stack_and_accumulate(cache: pl.ActivationCache) -> None:
@@ -47,6 +57,61 @@ def test_stack_and_accumulate(cache: pl.ActivationCache) -> None:
     normed = cache.accumulated_resid(apply_ln=True)
     assert torch.allclose(normed[-1], cache["ln_final.hook_out"], atol=1e-6)
     assert cache.accumulated_resid(pos_slice=-1).shape == (4, 2, zoo.WIDTH)
+
+
+def test_what_the_layers_add_sums_to_the_residual_stream(cache: pl.ActivationCache) -> None:
+    parts, labels = cache.decompose_resid(return_labels=True)
+    assert labels[:4] == ["embed", "pos_embed", "0_attn_out", "0_mlp_out"]
+    assert torch.allclose(parts.sum(0), cache["resid_post", -1], atol=1e-6)
+    assert torch.allclose(cache.decompose_resid(1).sum(0), cache["resid_pre", 1], atol=1e-6)
+    assert torch.allclose(cache.decompose_resid(1, mlp_input=True).sum(0), cache["resid_mid", 1], atol=1e-6)
+    only = cache.decompose_resid(mode="mlp", incl_embeds=False, pos_slice=-1)
+    assert torch.equal(only, torch.stack([cache["mlp_out", i][:, -1] for i in range(3)]))
+    mamba = pl.wrap(zoo.build("mamba")).run_with_cache(zoo.tokens())[1]
+    parts, labels = mamba.decompose_resid(return_labels=True)
+    assert labels == ["embed", "0_mixer_out", "1_mixer_out", "2_mixer_out"]
+    assert torch.allclose(parts.sum(0), mamba["resid_post", -1], atol=1e-5)
+    for kw, text in (({"apply_ln": True}, "accumulated_resid"), ({"mode": "attention"}, "'attn'")):
+        with pytest.raises(pl.InputError, match=text):
+            cache.decompose_resid(**kw)
+
+
+def test_what_needs_weights_says_where_it_is_to_be_had(cache: pl.ActivationCache) -> None:
+    assert not hasattr(cache, "stack_head_results")
+    with pytest.raises(pl.InputError, match="build_bridge_from_module"):
+        cache.stack_head_results(layer=1)
+    with pytest.raises(AttributeError, match="no attribute 'stack_heads'"):
+        cache.stack_heads  # noqa: B018
+
+
+@pytest.mark.parametrize("short", ["k1", "pattern2", ("attn", 2), ("key", 1), ("k", 1, "a"), ("mixer_out", 0)])
+def test_shorthands_of_transformer_lens(cache: pl.ActivationCache, short: object) -> None:
+    wanted = {"k1": "attn.hook_k", ("key", 1): "attn.hook_k", ("k", 1, "a"): "attn.hook_k"}
+    if short == ("mixer_out", 0):
+        cache = pl.wrap(zoo.build("mamba")).run_with_cache(zoo.tokens(), "*hook_out")[1]
+        assert cache[short] is cache["blocks.0.mixer.hook_out"]
+        return
+    layer = 1 if short in wanted else 2
+    assert cache[short] is cache[f"blocks.{layer}.{wanted.get(short, 'attn.hook_pattern')}"]
+
+
+def test_gradients_at_recurrent_states_are_kept_for_every_step() -> None:
+    raw, x = zoo.build("lstm"), zoo.tokens()
+    model = pl.wrap(raw)
+    _, cache = model.run_with_cache(x, "blocks.2.rnn.hook_h", incl_bwd=True, return_type="loss")
+    rnn, h, c = raw.layers[2], torch.zeros(2, zoo.WIDTH), torch.zeros(2, zoo.WIDTH)
+    cell = torch.nn.LSTMCell(zoo.WIDTH, zoo.WIDTH)
+    cell.load_state_dict({name.replace("_l0", ""): value for name, value in rnn.state_dict().items()})
+    inputs = raw.layers[1](raw.layers[0](raw.embed(x))[0])[0].detach()
+    states = []
+    for t in range(x.shape[1]):
+        h, c = cell(inputs[:, t], (h, c))
+        h.retain_grad()
+        states.append(h)
+    model.loss_fn(raw.head(torch.stack(states, 1)), x).backward()
+    want = torch.stack([h.grad for h in states], 1)
+    assert want[:, 1:-1].abs().amax((0, 2)).min() > 1e-5
+    assert torch.allclose(cache["blocks.2.rnn.hook_h_grad"], want, atol=1e-6)
 
 
 def test_batch_axis(cache: pl.ActivationCache) -> None:
