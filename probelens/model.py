@@ -99,7 +99,7 @@ class HookedModel(LensMethods):
         )
         added = [e for e in self._added if e.here() and self._reached(e.point, start, stop)]
         before = [e.fired + e.attached for e in added]
-        out = self._forward(inputs, return_type, start, stop, attention_mask, kw)
+        out = self._forward(inputs, return_type, start, stop, attention_mask, kw, loss_per_token)
         silent = [e for e, count in zip(added, before, strict=True) if e.fired + e.attached == count]
         if silent:
             check_fired([_unfired(e) for e in silent])
@@ -107,7 +107,7 @@ class HookedModel(LensMethods):
 
     def _forward(
         self, inputs: Any, return_type: ReturnType, start: int | None, stop: int | None,
-        mask: Tensor | None, per_token: bool, extra: dict[str, Any],
+        mask: Tensor | None, extra: dict[str, Any], per_token: bool = False,
     ) -> Any:  # fmt: skip
         if return_type not in ("logits", "loss", "both", None):
             raise InputError(
