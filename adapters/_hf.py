@@ -63,7 +63,7 @@ class HFAdapter(Adapter):
         super().__init__(module)
         self.tokenizer = tokenizer
         self.config: Any = module.config
-        text = getattr(self.config, "get_text_config", lambda: self.config)()
+        text: Any = getattr(self.config, "get_text_config", lambda: self.config)()
         inner = self.decoder(module)
         base = path_of(module, inner)
         blocks = first_child(inner, _BLOCK_LISTS)
@@ -80,9 +80,11 @@ class HFAdapter(Adapter):
         norm = first_child(inner, _FINAL_NORMS)
         if norm is not None:
             self.parts["ln_final"] = join(base, norm)
-        head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+        outputs: Any = getattr(module, "get_output_embeddings", None)
+        head = outputs() if outputs is not None else None
         if head is not None:
             self.parts["unembed"] = path_of(module, head)
+        name = str(getattr(self.config, "_name_or_path", "") or type(module).__name__)
         heads = int(getattr(text, "num_attention_heads", 0) or 0)
         width = int(text.hidden_size)
         self.cfg = ModelConfig(
@@ -95,7 +97,8 @@ class HFAdapter(Adapter):
             d_mlp=_mlp_width(text, width) if heads else 0,
             n_ctx=int(getattr(text, "max_position_embeddings", 0) or 0),
             d_vocab_out=int(getattr(head, "out_features", 0) or 0),
-            model_name=str(getattr(self.config, "_name_or_path", "") or type(module).__name__),
+            # A folder's name says as much as its path, and a path of one machine means nothing on another.
+            model_name=os.path.basename(name.rstrip("/")) if os.path.isdir(name) else name,
             architecture=self.name,
         )
 
@@ -126,13 +129,18 @@ class HFAdapter(Adapter):
 
     def resid_call(self, resid: Tensor, mask: Tensor | None, extra: dict[str, Any]) -> Call:
         # Only its shape is used: the block at which the run starts gets the residual itself.
-        weight = self.module.get_submodule(self.parts["embed"]).weight
-        blank = torch.zeros(*resid.shape[:2], weight.shape[-1], dtype=weight.dtype, device=weight.device)  # type: ignore[arg-type]
+        weight: Any = self.module.get_submodule(self.parts["embed"]).weight
+        blank = torch.zeros(*resid.shape[:2], weight.shape[-1], dtype=weight.dtype, device=weight.device)
         return self.call(blank, mask, extra)
 
 
 def load_pretrained(
-    name: str, *, device: str | torch.device | None, dtype: torch.dtype | str | None, trust_remote_code: bool, **kw: Any
+    name: str,
+    *,
+    device: str | torch.device | None,
+    dtype: torch.dtype | str | None,
+    trust_remote_code: bool,
+    **kw: Any,
 ) -> tuple[nn.Module, Any]:
     """A causal language model and its tokenizer (None if it has none) from the hub or a folder.
 
@@ -152,7 +160,9 @@ def load_pretrained(
         module = mamba_ssm.load(name, dtype=_dtype(dtype), **hub)
     else:
         try:
-            module = AutoModelForCausalLM.from_pretrained(name, **({"dtype": dtype} if dtype else {}), **options)
+            module = AutoModelForCausalLM.from_pretrained(
+                name, **({"dtype": dtype} if dtype else {}), **options
+            )
         except (OSError, ValueError) as err:
             raise InputError(
                 f"can't load {name!r} as a causal language model: {err}\n"
@@ -176,5 +186,7 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         return dtype
     found = getattr(torch, dtype, None)
     if dtype != "auto" and not isinstance(found, torch.dtype):
-        raise InputError(f'dtype={dtype!r} is not known. Give a torch.dtype, its name such as "bfloat16", or "auto"')
+        raise InputError(
+            f'dtype={dtype!r} is not known. Give a torch.dtype, its name such as "bfloat16", or "auto"'
+        )
     return found

@@ -43,6 +43,7 @@ class HookedModel(LensMethods):
         super().__init__(module, adapter)
         self._board = Switchboard(module, adapter)
         self._added: list[Entry] = []
+        self._chained: dict[int, bool] = {}
 
     def __repr__(self) -> str:
         return (
@@ -97,6 +98,12 @@ class HookedModel(LensMethods):
             self._layer(start_at_layer, "start_at_layer"),
             self._layer(stop_at_layer, "stop_at_layer"),
         )
+        if start and not self.chained(start):
+            raise InputError(
+                f"start_at_layer={start}: in this {type(self.module).__name__} the residual entering block {start} is "
+                "not all that the rest depends on (something goes around the blocks), so a run from there would be "
+                "wrong. Run from the tokens."
+            )
         added = [e for e in self._added if e.here() and self._reached(e.point, start, stop)]
         before = [e.fired + e.attached for e in added]
         out = self._forward(inputs, return_type, start, stop, attention_mask, kw, loss_per_token)
@@ -406,6 +413,41 @@ class HookedModel(LensMethods):
     def can_skip(self) -> bool:
         """Whether ``start_at_layer`` and ``stop_at_layer`` reach every block and the readout."""
         return self.adapter.can_skip()
+
+    def chained(self, layer: int) -> bool:
+        """Whether the residual entering a block is all that the rest of the model depends on.
+
+        It isn't where something goes around the blocks, such as a connection from an early layer to
+        the output. Tried once with random tokens and remembered.
+
+        Args:
+            layer: Block; ``n_layers`` for what follows the last one.
+
+        Returns:
+            False if a run that starts there gives other logits than a full one. True where no trial
+            could be made: a model that random tokens alone don't run.
+        """
+        if layer not in self._chained:
+            self._chained[layer] = self._try_chain(layer)
+        return self._chained[layer]
+
+    def _try_chain(self, layer: int) -> bool:
+        vocab = self.adapter.cfg.d_vocab
+        if not vocab:
+            return True
+        x = torch.randint(vocab, (2, 5), generator=torch.Generator().manual_seed(0))
+        with self._board.muted(), torch.no_grad(), self.evaluating():
+            call = self._call(x, None, None, {})
+            try:
+                full = self.adapter.output(self.adapter.run(call))
+            except Exception:
+                # A model that needs more than tokens fails in a way of its own; its user knows how to run it.
+                return True
+            resid = self._forward(x, "logits", None, layer, None, {})
+            again = self._forward(resid, "logits", layer, None, None, {})
+        size = full.abs().max().float()
+        half = full.dtype in (torch.float16, torch.bfloat16) or self.cfg.dtype in (torch.float16, torch.bfloat16)
+        return again.shape == full.shape and bool((again - full).abs().max() <= (5e-2 if half else 1e-3) * size)
 
     # -- the user's module ------------------------------------------------------------------------------
 

@@ -160,7 +160,8 @@ class _Engine:
                 f"read positions must be (example, read) with {len(tokens)} examples, got {tuple(read.pos.shape)}"
             )
         # Hooks that the caller left on the model may stand anywhere, so every run is then a full one.
-        self.short = model.can_skip() and not model.has_hooks()
+        # Where something goes around the blocks, starting at one would be wrong.
+        self.short = model.can_skip() and not model.has_hooks() and model.chained(self.n)
 
     def start(self, condition: Condition) -> int | None:
         """The first block that the condition touches; None to run everything."""
@@ -170,7 +171,7 @@ class _Engine:
             if not name.startswith("blocks."):
                 return None
             layers.append(int(name.split(".")[1]))
-        return min(layers) if self.short and layers else None
+        return min(layers) if self.short and layers and self.model.chained(min(layers)) else None
 
     def base(self, rows: Tensor, starts: set[int]) -> tuple[dict[int, Tensor], Tensor]:
         tokens, mask = self._inputs(rows)

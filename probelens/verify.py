@@ -102,7 +102,7 @@ def _try(
     size: float, gap: float, tolerance: float, seed: int,
 ) -> dict[str, Any]:  # fmt: skip
     row: dict[str, Any] = {"name": point.name, "kind": point.kind, "fired": 0, "identity": None, "edit": None}
-    row.update(restored=None, ok=False, problem="")
+    row.update(restored=None, ok=False, problem="", note="")
     generator = torch.Generator().manual_seed(seed)
 
     def same(tensor: Tensor, hook: HookPoint) -> Tensor:
@@ -135,9 +135,12 @@ def _try(
     elif not row["edit"] > max(10 * row["identity"], 1e-7):
         row["problem"] = "noise here doesn't change the output"
     elif row["restored"] is not None and abs(row["restored"] - 1) > max(1e-3, 10 * tolerance):
-        row["problem"] = (
-            f"patching all of it from another run restores {row['restored']:.3f} of that run, not 1"
-        )
+        found = f"patching all of it from another run restores {row['restored']:.3f} of that run, not 1"
+        if _goes_around(model, point, other, source):
+            # True of the model, not a fault of the hook: the residual is not all that it passes on.
+            row["note"] = f"{found}: something goes around this block"
+        else:
+            row["problem"] = found
     row["ok"] = not row["problem"]
     return row
 
@@ -147,6 +150,15 @@ def _carries_everything(model: HookedModel, point: HookPoint) -> bool:
     if not point.name.endswith((".hook_resid_pre", ".hook_resid_post")):
         return False
     return not model.adapter.rereads(point.layer() + point.name.endswith("post"))
+
+
+def _goes_around(model: HookedModel, point: HookPoint, x: Any, resid: Tensor) -> bool:
+    """Whether what follows reads something else too than the residual at this point."""
+    after = point.layer() + point.name.endswith("hook_resid_post")
+    if not model.can_skip():
+        return False
+    entering = model(x, stop_at_layer=after)
+    return entering.shape != resid.shape or not torch.equal(entering, resid) or not model.chained(after)
 
 
 def _two_inputs(model: HookedModel, inputs: Any, seed: int) -> tuple[Any, Any]:

@@ -686,3 +686,34 @@ def test_one_thousand_hooked_and_failing_calls_leave_nothing() -> None:
                 model.run_with_hooks(x, [(f"blocks.{i % 3}.hook_resid_post", fail)])
     assert leftovers(raw) == []
     assert not model.has_hooks()
+
+
+class Around(nn.Module):
+    """A model in which an early layer also goes straight to the output, around the later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(zoo.VOCAB, 8)
+        self.layers = nn.ModuleList(nn.GRU(8, 8, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(16, zoo.VOCAB)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        first = self.layers[0](self.embed(ids))[0]
+        return self.head(torch.cat([first, self.layers[1](first)[0]], -1))
+
+
+def test_a_run_from_the_middle_is_refused_where_something_goes_around_the_blocks() -> None:
+    torch.manual_seed(0)
+    model, x = pl.wrap(Around().eval()), zoo.tokens()
+    assert model.can_skip()
+    # What the head reads holds everything again; only a start in between loses the way around.
+    assert [model.chained(i) for i in range(3)] == [True, False, True]
+    resid = model(x, stop_at_layer=1)
+    with pytest.raises(pl.InputError, match="goes around"):
+        model(resid, start_at_layer=1)
+    report = model.verify(x)
+    assert report.ok, str(report)
+    notes = {row["name"]: row["note"] for row in report.rows if row["note"]}
+    # Not block 0's output: the way around begins with it.
+    assert set(notes) == {"blocks.1.hook_resid_pre", "blocks.1.hook_resid_post"}
+    assert all(pl.wrap(zoo.build(name)).chained(1) for name in ("neox", "mamba", "lstm", "gru-fused-time-first"))

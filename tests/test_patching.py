@@ -212,3 +212,14 @@ def test_state_points_are_patched_step_by_step(name: str) -> None:
     own = pl.patch(model, pairs, names[0], pos=pairs.edit_pos)
     none = pl.patch(model, pairs, names[0], pos=torch.zeros(N, dtype=torch.long))
     assert not torch.allclose(own.values, none.values)
+
+
+def test_a_sweep_takes_no_shortcut_where_something_goes_around_the_blocks() -> None:
+    from test_model import Around
+
+    torch.manual_seed(0)
+    model, pairs = pl.wrap(Around().eval()), some_pairs()
+    got = pl.patch(model, pairs, ["layers", "blocks.1.hook_resid_pre"])
+    with torch.no_grad():
+        for i, site in enumerate(got.sites):
+            assert torch.allclose(got.values[i, 1], by_hand(model, pairs, site, 1), atol=1e-5)

@@ -188,11 +188,6 @@ def test_nothing_of_it_stays_on_the_module(model: pl.HookedModel, module: g2p_en
     assert all(torch.equal(value, fresh.state_dict()[name]) for name, value in module.state_dict().items())
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeError,
-    reason="the sweep takes the only linear layer for a readout of the residual at each position",
-)
 def test_patch_restores_the_phoneme_from_the_letter_on(model: pl.HookedModel, module: g2p_en.G2P) -> None:
     cleans, corrupteds = ["bit", "hit", "pin", "lid"], ["bat", "hat", "pan", "lad"]
     ih, ae = module.phonemes.index("IH1"), module.phonemes.index("AE1")
