@@ -444,6 +444,8 @@ class HookedModel(LensMethods):
                 # A model that needs more than tokens fails in a way of its own; its user knows how to run it.
                 return True
             resid = self._forward(x, "logits", None, layer, None, {})
+            if resid.ndim != 3 or resid.shape[:2] != x.shape:
+                return False
             again = self._forward(resid, "logits", layer, None, None, {})
         size = full.abs().max().float()
         half = full.dtype in (torch.float16, torch.bfloat16) or self.cfg.dtype in (torch.float16, torch.bfloat16)
