@@ -56,9 +56,14 @@ class At:
         result = None
         for p in self.resolve(length):
             before = (tensor if result is None else result).select(axis, p)
-            new = self.fn(before.clone(), hook=hook.at(p, length))
+            given = before.clone()
+            version = _version(given)
+            new = self.fn(given, hook=hook.at(p, length))
             if new is None:
-                continue
+                # A hook may also write into what it gets.
+                if _version(given) == version and (version is not None or torch.equal(given, before)):
+                    continue
+                new = given
             if result is None:
                 result = tensor.clone()
             result.select(axis, p).copy_(_checked(new, before, hook))
@@ -92,6 +97,11 @@ def at(pos: int | Sequence[int], fn: HookFn) -> At:
     if not positions or not all(isinstance(p, int) and not isinstance(p, bool) for p in positions):
         raise InputError(f"at() needs a position or a list of positions (integers), got {pos!r}")
     return At(positions, fn)
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often a tensor was written to; None for inference tensors, which don't count that."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _checked(new: Any, old: Tensor, hook: HookPoint) -> Tensor:
@@ -363,9 +373,13 @@ def attach_to_module(board: Switchboard, point: HookPoint) -> list[Any]:
         moved.pop(threading.get_ident(), None)
         tensor = value if isinstance(value, Tensor) else pad_packed_sequence(value, batch_first=True)[0]
         seen = site.to_hook(tensor) if isinstance(value, Tensor) else tensor
+        version = _version(seen)
         new = board.fire(name, seen)
         if new is seen:
-            return False, value
+            # What a hook writes into a view reaches the model; what it writes into a copy is put back.
+            copied = site.scale != 1 or not isinstance(value, Tensor)
+            if not copied or (version is not None and _version(seen) == version):
+                return False, value
         if isinstance(value, Tensor):
             back = site.from_hook(new)
             if site.carry is not None:
