@@ -89,7 +89,11 @@ def join(*parts: str) -> str:
 
 def parallel(block: nn.Module, config: Any) -> bool:
     """Whether attention and MLP of a block both read the residual that enters it."""
-    for owner, flag in ((block, "use_parallel_residual"), (config, "parallel_attn"), (config, "new_decoder_architecture")):
+    for owner, flag in (
+        (block, "use_parallel_residual"),
+        (config, "parallel_attn"),
+        (config, "new_decoder_architecture"),
+    ):
         if getattr(owner, flag, False):
             return True
     return str(getattr(config, "model_type", "")) in _PARALLEL_TYPES
@@ -152,8 +156,15 @@ def _mlp(block: nn.Module) -> dict[str, Any]:
         found["mlp_out"] = found["down"]
     if up is None:
         fused = first_child(inner, ("gate_up_proj", "input_linear"))
-        what = f"its gate and its input are one projection, {join(mlp, fused)}" if fused else "it is a mixture of experts"
-        found["absent"] = {"hook_pre": f"this MLP has no such layer: {what}", "hook_post": f"this MLP has no such layer: {what}"}
+        what = (
+            f"its gate and its input are one projection, {join(mlp, fused)}"
+            if fused
+            else "it is a mixture of experts"
+        )
+        found["absent"] = {
+            "hook_pre": f"this MLP has no such layer: {what}",
+            "hook_post": f"this MLP has no such layer: {what}",
+        }
     return found
 
 
@@ -198,11 +209,17 @@ def _order(block: nn.Module, config: Any, found: dict[str, Any]) -> None:
         return
     if all(first_child(block, (name,)) for name in ("block_sparse_moe", "shared_mlp")):
         found.update(mlp_out=None)
-        found["absent"]["hook_mlp_out"] = "what this block adds is the sum of two MLPs, block_sparse_moe and shared_mlp"
+        found["absent"]["hook_mlp_out"] = (
+            "what this block adds is the sum of two MLPs, block_sparse_moe and shared_mlp"
+        )
     for after_attention, after_mlp in _SANDWICH:
         if first_child(block, (after_mlp,)):
             found.update(attn_out=after_attention if found["attention"] else None, mlp_out=after_mlp)
-            middle = ("pre_feedforward_layernorm",) if after_attention == "post_attention_layernorm" else _MIDDLE[:1]
+            middle = (
+                ("pre_feedforward_layernorm",)
+                if after_attention == "post_attention_layernorm"
+                else _MIDDLE[:1]
+            )
             found["middle"] = first_child(block, (*middle, *MLP))
             return
     if found.get("mlp") is None:

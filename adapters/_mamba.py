@@ -25,7 +25,9 @@ def mixer_points(adapter: Adapter, prefix: str, path: str) -> list[HookPoint]:
         if name in ("hook_in", "hook_out"):
             alias = (f"{prefix}hook_mixer_out",) if name == "hook_out" else ()
             out.append(
-                adapter.boundary(full, path, name.removeprefix("hook_"), axes=point.axes, aliases=alias, note=point.note)
+                adapter.boundary(
+                    full, path, name.removeprefix("hook_"), axes=point.axes, aliases=alias, note=point.note
+                )
             )
         else:
             out.append(adapter.interior(full, path, axes=point.axes, step=point.step, note=point.note))
@@ -52,13 +54,19 @@ def _forward(mixer: nn.Module, tap: Tap) -> Callable[..., Tensor]:
             # While decoding, transformers passes the mask of everything so far to a step of one token.
             attention_mask = None
         if cache is None:
-            return run(mixer, hidden_states, tap, attention_mask=attention_mask)  # type: ignore[no-any-return]
+            return run(mixer, hidden_states, tap, attention_mask=attention_mask)
         conv, ssm = _read(cache, mixer.layer_idx)  # type: ignore[arg-type]
         out, state = run(
-            mixer, hidden_states, tap, conv_state=conv, ssm_state=ssm, attention_mask=attention_mask, return_state=True
+            mixer,
+            hidden_states,
+            tap,
+            conv_state=conv,
+            ssm_state=ssm,
+            attention_mask=attention_mask,
+            return_state=True,
         )
         _write(cache, mixer.layer_idx, state)  # type: ignore[arg-type]
-        return out  # type: ignore[no-any-return]
+        return out
 
     return forward
 
@@ -70,7 +78,9 @@ def _first(value: Any) -> Any:
 
 def _read(cache: Any, layer: int) -> tuple[Tensor | None, Tensor | None]:
     if getattr(cache, "is_recording_past", lambda i: False)(layer):
-        raise InputError("interior hooks don't work with a cache that records its past. Generate without assistance.")
+        raise InputError(
+            "interior hooks don't work with a cache that records its past. Generate without assistance."
+        )
     held = cache.layers[layer]
     if not _first(held.has_previous_state):
         return None, None

@@ -18,9 +18,21 @@ _DEFAULTS: dict[str, Any] = {
     "rms_norm": True, "residual_in_fp32": True, "pad_vocab_size_multiple": 8, "tie_embeddings": True,
 }  # fmt: skip
 # Options of the layers that transformers' classes have too, under their names there.
-_BOTH = {"d_state": "state_size", "d_conv": "conv_kernel", "expand": "expand", "bias": "use_bias", "conv_bias": "use_conv_bias"}
+_BOTH = {
+    "d_state": "state_size",
+    "d_conv": "conv_kernel",
+    "expand": "expand",
+    "bias": "use_bias",
+    "conv_bias": "use_conv_bias",
+}
 _MAMBA = {**_BOTH, "dt_rank": "time_step_rank"}
-_MAMBA2 = {**_BOTH, "headdim": "head_dim", "ngroups": "n_groups", "chunk_size": "chunk_size", "dt_limit": "time_step_limit"}
+_MAMBA2 = {
+    **_BOTH,
+    "headdim": "head_dim",
+    "ngroups": "n_groups",
+    "chunk_size": "chunk_size",
+    "dt_limit": "time_step_limit",
+}
 # Options that say how weights were first drawn or which kernel runs: nothing to a finished checkpoint.
 _NO_MATTER = {
     "dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "use_fast_path", "A_init_range", "conv_init",
@@ -68,7 +80,9 @@ def load(name: str, *, dtype: torch.dtype | None = None, **hub: Any) -> nn.Modul
     config = {**_DEFAULTS, **read_config(name, **hub)}
     module = _empty(name, config)
     weights = _weights(name, hub)
-    weights = {key.replace("backbone.embedding.", "backbone.embeddings."): value for key, value in weights.items()}
+    weights = {
+        key.replace("backbone.embedding.", "backbone.embeddings."): value for key, value in weights.items()
+    }
     if config["tie_embeddings"]:
         weights.setdefault("lm_head.weight", weights.get("backbone.embeddings.weight", torch.empty(0)))
     try:
@@ -110,9 +124,11 @@ def _empty(name: str, config: dict[str, Any]) -> nn.Module:
         options["num_heads"] = options.get("expand", 2) * width // options["head_dim"]
     with torch.device("meta"):
         if not second:
-            return transformers.MambaForCausalLM(transformers.MambaConfig(**options))  # type: ignore[no-any-return]
+            return transformers.MambaForCausalLM(transformers.MambaConfig(**options))
         module: nn.Module = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**options))
-    if options["n_groups"] > 1 and not hasattr(module.get_submodule("backbone.layers.0.mixer.norm"), "group_size"):
+    if options["n_groups"] > 1 and not hasattr(
+        module.get_submodule("backbone.layers.0.mixer.norm"), "group_size"
+    ):
         raise InputError(
             f"{name!r} norms its {options['n_groups']} groups apart, which transformers "
             f"{transformers.__version__} doesn't: upgrade it (5.15 and later do)"
@@ -150,8 +166,16 @@ def _file(name: str, file: str, hub: dict[str, Any]) -> str | None:
         return path if os.path.isfile(path) else None
     from transformers.utils.hub import cached_file
 
-    found = cached_file(
-        name, file, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
-        _raise_exceptions_for_gated_repo=False, **hub,
-    )  # fmt: skip
+    try:
+        found = cached_file(
+            name,
+            file,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            _raise_exceptions_for_gated_repo=False,
+            **hub,
+        )
+    except (OSError, ValueError):
+        # No id of the hub at all: transformers says so itself, when it is asked to load it.
+        return None
     return None if found is None else str(found)

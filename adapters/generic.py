@@ -140,7 +140,9 @@ class Generic(Adapter):
         else:
             self.blocks = [path for path in blocks if self._get(path, "blocks") is not None]
         if not self.blocks:
-            raise InputError(f"blocks={blocks!r} has no submodules. Lists in this module: {_lists(module) or 'none'}")
+            raise InputError(
+                f"blocks={blocks!r} has no submodules. Lists in this module: {_lists(module) or 'none'}"
+            )
         for part, path in (("embed", embed), ("ln_final", ln_final), ("unembed", unembed)):
             if path is not None:
                 self._get(path, part)

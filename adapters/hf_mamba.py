@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -25,7 +25,7 @@ class HFMamba(HFAdapter):
 
     name = "hf-mamba"
     priority = 60
-    model_types = ("mamba", "falcon_mamba")
+    model_types: ClassVar[tuple[str, ...]] = ("mamba", "falcon_mamba")
 
     def __init__(self, module: nn.Module, tokenizer: Any = None) -> None:
         super().__init__(module, tokenizer)
@@ -48,6 +48,10 @@ class HFMamba(HFAdapter):
         return _mamba.instrumented(self.module.get_submodule(path), tap)
 
     def absent(self, name: str) -> str | None:
-        if ".attn." in name or ".mlp." in name or name.endswith(("hook_attn_out", "hook_mlp_out", "hook_resid_mid")):
+        if (
+            ".attn." in name
+            or ".mlp." in name
+            or name.endswith(("hook_attn_out", "hook_mlp_out", "hook_resid_mid"))
+        ):
             return "a Mamba block has one mixer in place of attention and MLP; use hook_mixer_out"
         return None

@@ -85,7 +85,11 @@ class HFTransformer(HFAdapter):
                 self.interior(f"{prefix}attn.{name}", join(path, parts.attention), axes=axes, note=note)
                 for name, (axes, note) in _INSIDE.items()
             ]
-        if parts.attn_down is not None and self._heads_of(attention) and not _is_linear(self.module.get_submodule(path)):
+        if (
+            parts.attn_down is not None
+            and self._heads_of(attention)
+            and not _is_linear(self.module.get_submodule(path))
+        ):
             points.append(
                 self.boundary(
                     prefix + "attn.hook_z", join(path, parts.attn_down), "in", axes=HEADS, heads=self.cfg.n_heads,
@@ -110,7 +114,12 @@ class HFTransformer(HFAdapter):
         points = []
         for name, where, side, note in (
             ("mlp.hook_pre", parts.up, "out", "before the activation"),
-            ("mlp.hook_pre_linear", parts.up_linear, "out", "what the activation's output is multiplied with"),
+            (
+                "mlp.hook_pre_linear",
+                parts.up_linear,
+                "out",
+                "what the activation's output is multiplied with",
+            ),
             ("mlp.hook_post", parts.down, "in", "neurons, before the MLP's output projection"),
         ):
             if where is not None:
@@ -155,7 +164,11 @@ class HFTransformer(HFAdapter):
                 f"so its inside is out of reach; use hook_attn_out or '{join(self.blocks[int(layer)], parts.attention)}.hook_in'"
             )
         if tail.startswith("mixer.") or last == "hook_mixer_out":
-            return f"block {layer} (a {kind}) has attention, not a mixer; use hook_attn_out" if parts.mixer is None else None
+            return (
+                f"block {layer} (a {kind}) has attention, not a mixer; use hook_attn_out"
+                if parts.mixer is None
+                else None
+            )
         if tail.startswith("mlp.") or last in ("hook_mlp_out", "hook_resid_mid"):
             return f"block {layer} (a {kind}) has no MLP of its own" if parts.mlp is None else None
         return None

@@ -75,13 +75,19 @@ class MambaSSM(Adapter):
             d_vocab_out=vocab if "unembed" in self.parts else 0,
             model_name=type(module).__name__,
             architecture=self.name,
-            extra={k: v for k in ("d_state", "d_conv", "expand") if (v := getattr(inner.layers[0].mixer, k, None))},
+            extra={
+                k: v
+                for k in ("d_state", "d_conv", "expand")
+                if (v := getattr(inner.layers[0].mixer, k, None))
+            },
         )
 
     @classmethod
     def matches(cls, module: Any) -> bool:
         names = ("MambaLMHeadModel", "MixerModel")
-        return any(k.__name__ in names and k.__module__.startswith("mamba_ssm.") for k in type(module).__mro__)
+        return any(
+            k.__name__ in names and k.__module__.startswith("mamba_ssm.") for k in type(module).__mro__
+        )
 
     @classmethod
     def wrap(cls, module: Any, **options: Any) -> HookedModel:
@@ -113,14 +119,24 @@ class MambaSSM(Adapter):
             points.append(self.interior(prefix + "hook_resid_mid", path, axes=RESID, note=note))
             note = "neurons, before the MLP's output projection"
             points.append(
-                self.boundary(prefix + "mlp.hook_post", join(path, "mlp.fc2"), "in", axes=("batch", "pos", "d_mlp"), note=note)
+                self.boundary(
+                    prefix + "mlp.hook_post",
+                    join(path, "mlp.fc2"),
+                    "in",
+                    axes=("batch", "pos", "d_mlp"),
+                    note=note,
+                )
             )
             note = "what the MLP adds to the residual stream"
             points.append(self.boundary(prefix + "hook_mlp_out", join(path, "mlp"), "out", note=note))
         return points
 
     def absent(self, name: str) -> str | None:
-        if name.endswith((".hook_attn_out", ".hook_mlp_out", ".hook_resid_mid")) or ".attn." in name or ".mlp." in name:
+        if (
+            name.endswith((".hook_attn_out", ".hook_mlp_out", ".hook_resid_mid"))
+            or ".attn." in name
+            or ".mlp." in name
+        ):
             return "this block has no such part; use hook_mixer_out"
         return None
 
@@ -136,9 +152,10 @@ class MambaSSM(Adapter):
             return None if new is seen else (_pair(hidden, residual, new), rest)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            seen = _sum(*output)
+            hidden, residual = output
+            seen = _sum(hidden, residual)
             new = board.fire(point.name, seen)
-            return None if new is seen else _pair(*output, new)
+            return None if new is seen else _pair(hidden, residual, new)
 
         if point.name.endswith("_pre"):
             return [block.register_forward_pre_hook(before, with_kwargs=True)]
@@ -152,18 +169,24 @@ class MambaSSM(Adapter):
 
     def instrumented_paths(self) -> list[str]:
         mixers = [join(path, "mixer") for path in self.blocks]
-        return [self.backbone, *self.blocks, *(m for m in mixers if hasattr(self.module.get_submodule(m), "A_log"))]
+        return [
+            self.backbone,
+            *self.blocks,
+            *(m for m in mixers if hasattr(self.module.get_submodule(m), "A_log")),
+        ]
 
     @contextlib.contextmanager
     def instrument(self, path: str, tap: Tap) -> Iterator[None]:
         module: Any = self.module.get_submodule(path)
+        norms: list[Any] = []
+        forward: Callable[..., Any]
         with contextlib.ExitStack() as stack:
             if path == self.backbone:
                 norms, forward = [module.norm_f], _backbone_forward(module, tap)
             elif path in self.blocks:
                 norms, forward = [module.norm, getattr(module, "norm2", None)], _block_forward(module, tap)
             else:
-                norms, forward = [], _mixer_forward(module, tap)
+                forward = _mixer_forward(module, tap)
             for norm in norms:
                 if norm is not None:
                     stack.enter_context(swapped_forward(norm, _norm_forward(norm, self.fused)))
@@ -202,7 +225,9 @@ class MambaSSM(Adapter):
             def forward(hidden: Tensor, residual: Tensor | None = None, **kw: Any) -> Any:
                 if threading.get_ident() != thread:
                     return native(hidden, residual, **kw)
-                return (torch.zeros_like(hidden), resid) if index == len(self.blocks) - 1 else (hidden, residual)
+                return (
+                    (torch.zeros_like(hidden), resid) if index == len(self.blocks) - 1 else (hidden, residual)
+                )
 
             return forward
 
@@ -298,13 +323,13 @@ def _mixer_forward(mixer: Any, tap: Tap) -> Callable[..., Tensor]:
                 "packed sequences need the CUDA kernels, and no hook inside a mixer"
             )
         if inference_params is None:
-            return run(mixer, hidden_states, tap)  # type: ignore[no-any-return]
+            return run(mixer, hidden_states, tap)
         conv, ssm = mixer._get_states_from_cache(inference_params, hidden_states.shape[0])
         offset = inference_params.seqlen_offset
         before = {"conv_state": conv, "ssm_state": ssm} if offset else {}
         out, state = run(mixer, hidden_states, tap, return_state=True, offset=offset, **before)
         conv.copy_(state.conv)
         ssm.copy_(state.ssm)
-        return out  # type: ignore[no-any-return]
+        return out
 
     return forward

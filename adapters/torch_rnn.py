@@ -57,7 +57,9 @@ class TorchRNN(Adapter):
         last = found[-1][1]
         names = [path for path, _ in module.named_modules()]
         after = names.index(found[-1][0])
-        linears = [p for i, (p, m) in enumerate(module.named_modules()) if isinstance(m, nn.Linear) and i > after]
+        linears = [
+            p for i, (p, m) in enumerate(module.named_modules()) if isinstance(m, nn.Linear) and i > after
+        ]
         embeddings = [p for p, m in module.named_modules() if isinstance(m, nn.Embedding)]
         self.parts = {
             part: path
@@ -70,7 +72,9 @@ class TorchRNN(Adapter):
         }
         for part, path in self.parts.items():
             if path not in names:
-                raise InputError(f"{part}={path!r}: {type(module).__name__} has no such submodule. Found: {names[1:6]}")
+                raise InputError(
+                    f"{part}={path!r}: {type(module).__name__} has no such submodule. Found: {names[1:6]}"
+                )
         table = module.get_submodule(self.parts["embed"]) if "embed" in self.parts else None
         head = module.get_submodule(self.parts["unembed"]) if "unembed" in self.parts else None
         self.cfg = ModelConfig(
@@ -80,7 +84,11 @@ class TorchRNN(Adapter):
             d_vocab_out=int(getattr(head, "out_features", 0) or 0),
             model_name=type(module).__name__,
             architecture=self.name,
-            extra={"cell": last.mode.lower(), "bidirectional": last.bidirectional, "hidden_size": last.hidden_size},
+            extra={
+                "cell": last.mode.lower(),
+                "bidirectional": last.bidirectional,
+                "hidden_size": last.hidden_size,
+            },
         )
 
     @classmethod
@@ -113,8 +121,12 @@ class TorchRNN(Adapter):
         axes = ("batch", "pos", "d_model")
         into, outof = (prefix + "rnn.hook_in",), (prefix + "rnn.hook_out",)
         if rnn.num_layers == 1:
-            before = self.boundary(prefix + "hook_resid_pre", path, "in", aliases=into, batch_first=rnn.batch_first)
-            after = self.boundary(prefix + "hook_resid_post", path, "out", aliases=outof, batch_first=rnn.batch_first)
+            before = self.boundary(
+                prefix + "hook_resid_pre", path, "in", aliases=into, batch_first=rnn.batch_first
+            )
+            after = self.boundary(
+                prefix + "hook_resid_post", path, "out", aliases=outof, batch_first=rnn.batch_first
+            )
         else:
             before = self.interior(prefix + "hook_resid_pre", path, axes=axes, aliases=into)
             after = self.interior(prefix + "hook_resid_post", path, axes=axes, aliases=outof)
@@ -167,7 +179,11 @@ class TorchRNN(Adapter):
         return swapped_forward(rnn, forward)
 
     def absent(self, name: str) -> str | None:
-        if ".attn." in name or ".mlp." in name or name.endswith(("attn_out", "mlp_out", "resid_mid", "mixer_out")):
+        if (
+            ".attn." in name
+            or ".mlp." in name
+            or name.endswith(("attn_out", "mlp_out", "resid_mid", "mixer_out"))
+        ):
             return "a recurrent layer has no attention, MLP or mixer; use hook_resid_post, rnn.hook_h or its gates"
         if ".hook_c" in name or ".hook_gate" in name:
             return f"this layer is a {self.cfg.extra['cell'].upper()}"
@@ -206,7 +222,9 @@ class TorchRNN(Adapter):
         native = rnn.forward
 
         class Stop(_Passive):
-            def __call__(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
+            def __call__(
+                self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None
+            ) -> Tensor:
                 if name == f"{j}.hook_in" and threading.get_ident() == thread:
                     raise StopForward(tensor)
                 return tensor
@@ -232,7 +250,8 @@ class TorchRNN(Adapter):
                 stack.enter_context(self._skipped(self.instrumented_paths(), thread))
                 path = self.after_blocks()
                 handle = self.module.get_submodule(path).register_forward_pre_hook(
-                    lambda m, args: (resid, *args[1:]) if threading.get_ident() == thread else None, prepend=True
+                    lambda m, args: (resid, *args[1:]) if threading.get_ident() == thread else None,
+                    prepend=True,
                 )
                 stack.callback(handle.remove)
                 yield
@@ -243,7 +262,9 @@ class TorchRNN(Adapter):
             rnn = self._rnn(path)
             if j == 0:
                 handle = rnn.register_forward_pre_hook(
-                    lambda m, args: (_like(rnn, args[0], resid), *args[1:]) if threading.get_ident() == thread else None,
+                    lambda m, args: (
+                        (_like(rnn, args[0], resid), *args[1:]) if threading.get_ident() == thread else None
+                    ),
                     prepend=True,
                 )
                 stack.callback(handle.remove)
@@ -271,7 +292,9 @@ class TorchRNN(Adapter):
 class _Passive:
     """A tap that listens nowhere; the base of those that watch one point."""
 
-    def __call__(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
+    def __call__(
+        self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None
+    ) -> Tensor:
         return tensor
 
     def wants(self, name: str) -> bool:
@@ -290,7 +313,9 @@ class _Both(_Passive):
     def __init__(self, first: Any, second: Any) -> None:
         self.first, self.second = first or _Passive(), second
 
-    def __call__(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
+    def __call__(
+        self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None
+    ) -> Tensor:
         return self.second(name, self.first(name, tensor, pos, length), pos, length)
 
     def wants(self, name: str) -> bool:
@@ -330,7 +355,11 @@ def _blank(rnn: nn.RNNBase, native: Any, thread: int) -> Any:
         zeros = data.new_zeros(*data.shape[:-1], _width(rnn))
         if isinstance(input, PackedSequence):
             zeros = input._replace(data=zeros)
-        batch = int(input.batch_sizes[0]) if isinstance(input, PackedSequence) else data.shape[0 if rnn.batch_first else 1]
+        batch = (
+            int(input.batch_sizes[0])
+            if isinstance(input, PackedSequence)
+            else data.shape[0 if rnn.batch_first else 1]
+        )
         layers = rnn.num_layers * (2 if rnn.bidirectional else 1)
         h = data.new_zeros(layers, batch, rnn.proj_size or rnn.hidden_size)
         state = (h, data.new_zeros(layers, batch, rnn.hidden_size)) if rnn.mode == "LSTM" else h

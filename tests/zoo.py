@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -108,6 +110,155 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
 TRANSFORMERS = ("neox", "neox-sequential", "gpt2", "llama", "gemma2")
 SSMS = ("mamba", "mamba2")
 CAUSAL = tuple(name for name in ZOO if "bidirectional" not in name)
+
+
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+    "intermediate_size": 32, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+_GQA = {**_BASE, "num_key_value_heads": 2}
+_GPT = {
+    "vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 64,
+    "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+_FALCON = {k: v for k, v in _BASE.items() if k not in ("intermediate_size", "max_position_embeddings")}
+_OPT = {**_FALCON, "ffn_dim": 32, "max_position_embeddings": 64, "pad_token_id": 1}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_MIXED = {
+    "mamba_d_state": 4, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_chunk_size": 4,
+}  # fmt: skip
+
+# Decoders whose blocks are attention and MLP: class, config, options.
+DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**_GQA, "sliding_window": 4}),
+    "qwen2": (
+        "Qwen2ForCausalLM", "Qwen2Config",
+        {**_GQA, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_GQA, "head_dim": 8}),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**_GQA, **_MOE, "head_dim": 8}),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", {**_GQA, "head_dim": 4}),
+    "gemma3": (
+        "Gemma3ForCausalLM", "Gemma3TextConfig",
+        {
+            **_GQA, "head_dim": 4, "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "phi": ("PhiForCausalLM", "PhiConfig", _BASE),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", {**_GQA, "sliding_window": 4}),
+    "opt": ("OPTForCausalLM", "OPTConfig", {**_OPT, "word_embed_proj_dim": WIDTH}),
+    "opt-norm-after": (
+        "OPTForCausalLM", "OPTConfig", {**_OPT, "word_embed_proj_dim": 8, "do_layer_norm_before": False},
+    ),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**_GQA, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gptj": ("GPTJForCausalLM", "GPTJConfig", {**_GPT, "rotary_dim": 4}),
+    "falcon": ("FalconForCausalLM", "FalconConfig", _FALCON),
+    "falcon-sequential": (
+        "FalconForCausalLM", "FalconConfig",
+        {**_FALCON, "parallel_attn": False, "alibi": True, "multi_query": False, "bias": True},
+    ),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", _GQA),
+    "bloom": (
+        "BloomForCausalLM", "BloomConfig",
+        {"vocab_size": VOCAB, "hidden_size": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "bos_token_id": 0, "eos_token_id": 0},
+    ),
+    "cohere": ("CohereForCausalLM", "CohereConfig", _GQA),
+    "stablelm": ("StableLmForCausalLM", "StableLmConfig", _GQA),
+    "granite": ("GraniteForCausalLM", "GraniteConfig", {**_GQA, "residual_multiplier": 0.5}),
+    "glm4": ("Glm4ForCausalLM", "Glm4Config", {**_GQA, "head_dim": 4}),
+    "gpt-oss": (
+        "GptOssForCausalLM", "GptOssConfig",
+        {
+            **_GQA, "head_dim": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+}  # fmt: skip
+
+# Decoders that mix attention with something else, or have none.
+HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "jamba": (
+        "JambaForCausalLM", "JambaConfig",
+        {
+            **_GQA, "num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 3, "attn_layer_offset": 1,
+            "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 4, "mamba_dt_rank": 3,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "zamba2": (
+        "Zamba2ForCausalLM", "Zamba2Config",
+        {
+            **_BASE, "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+            "mamba_d_state": 4, "mamba_headdim": 8, "mamba_ngroups": 1, "n_mamba_heads": 4, "chunk_size": 4,
+            "num_key_value_heads": 4, "adapter_rank": 4,
+        },
+    ),
+    "rwkv": (
+        "RwkvForCausalLM", "RwkvConfig",
+        {
+            "vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "attention_hidden_size": WIDTH,
+            "intermediate_size": 32, "bos_token_id": 0, "eos_token_id": 0,
+        },
+    ),
+    "recurrent-gemma": (
+        "RecurrentGemmaForCausalLM", "RecurrentGemmaConfig",
+        {
+            **{k: v for k, v in _BASE.items() if k != "max_position_embeddings"}, "num_key_value_heads": 1,
+            "head_dim": 4, "lru_width": WIDTH, "intermediate_size": 64, "attention_window_size": 4, "conv1d_width": 4,
+            "block_types": ["recurrent", "recurrent", "attention"],
+        },
+    ),
+    "bamba": ("BambaForCausalLM", "BambaConfig", {**_GQA, **_MIXED, "attn_layer_indices": [1]}),
+    "falcon-h1": ("FalconH1ForCausalLM", "FalconH1Config", {**_GQA, **_MIXED, "head_dim": 4, "mamba_d_ssm": 32}),
+    "qwen3-next": (
+        "Qwen3NextForCausalLM", "Qwen3NextConfig",
+        {
+            **_GQA, **_MOE, "head_dim": 8, "shared_expert_intermediate_size": 16, "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2, "linear_key_head_dim": 4, "linear_value_head_dim": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+    "falcon-mamba": (
+        "FalconMambaForCausalLM", "FalconMambaConfig",
+        {
+            "vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "state_size": 4,
+            "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+        },
+    ),
+}  # fmt: skip
+
+# Models of the mamba-ssm package, whose sources come from the package index.
+PACKAGED: dict[str, dict[str, Any]] = {
+    "mamba-ssm": {"kind": "Mamba1"},
+    "mamba-ssm-2": {"kind": "Mamba2", "fused_add_norm": False},
+}
+EVERY = (*ZOO, *DECODERS, *HYBRIDS, *PACKAGED)
+
+
+def more(name: str, seed: int = 0, scale: float = 3.0) -> nn.Module:
+    """Any model of ``EVERY`` in eval mode; skips the test where it can't be had."""
+    if name in ZOO:
+        return build(name, seed)
+    if name in PACKAGED:
+        from real_models import mamba_ssm
+        from real_models.fetch import or_skip
+
+        sizes = {"d_model": WIDTH, "n_layer": LAYERS, "vocab_size": VOCAB, "pad_vocab_size_multiple": 1}
+        return or_skip(lambda: mamba_ssm.build(**{**sizes, **PACKAGED[name]}, seed=seed))
+    import transformers
+
+    cls, config, options = {**DECODERS, **HYBRIDS}[name]
+    if not hasattr(transformers, cls):
+        pytest.skip(f"transformers {transformers.__version__} has no {cls}")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = _hf(cls, config, **options)
+        with torch.no_grad():
+            for key, p in model.named_parameters():
+                if p.ndim >= 2 and "A_log" not in key:
+                    p.mul_(scale)
+    return model.eval()
 
 
 def build(name: str, seed: int = 0, scale: float = 3.0) -> nn.Module:
