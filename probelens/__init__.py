@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         StoreError,
         UnknownHookError,
     )
+    from .final_layer import PatchSitesResult, patch_sites
     from .hooks import at
     from .loading import load, wrap
     from .model import HookedModel
@@ -57,6 +58,7 @@ __all__ = [
     "MissingDependencyError",
     "PatchPairs",
     "PatchResult",
+    "PatchSitesResult",
     "ProbeResult",
     "ProbelensError",
     "Profile",
@@ -76,6 +78,7 @@ __all__ = [
     "metrics",
     "models",
     "patch",
+    "patch_sites",
     "plots",
     "probe",
     "profile",
@@ -103,6 +106,7 @@ _NAMES = {
         "StoreError",
         "UnknownHookError",
     ),
+    "final_layer": ("PatchSitesResult", "patch_sites"),
     "hooks": ("at",),
     "loading": ("load", "wrap"),
     "model": ("HookedModel",),
