@@ -21,8 +21,9 @@ __all__ = ["LogisticFit", "Request", "Walker"]
 _F32_FLOOR = 1e-6  # relative gap below which float32 gradients are noise
 _MEMORY = 20  # L-BFGS pairs
 _SAFETY = 10.0  # the L-BFGS metric knows too little of flat directions and sees less than the whole gap
-_STEP = 10.0  # largest ratio of neighbouring C that is taken in one go
+_STEP = 100.0  # largest ratio of neighbouring C that is taken in one go
 _LOOSE = 1e-2  # relative gap at values of C that are only passed
+_LARGEST = 30_000_000  # numbers held to keep the preconditioner exact after projections
 
 Request = tuple[str, Tensor]
 Pair = tuple[Tensor, Tensor, Tensor, Tensor, float]
@@ -223,7 +224,7 @@ class Walker:
                 history = []
                 continue
             gap = _SAFETY * abs(slope) / 2 / max(abs(objective), 1e-300)
-            if gap <= tol and n_iter > checked:
+            if gap <= tol < _LOOSE and n_iter > checked:
                 # The preconditioner was made where this C began. Where classes separate, curvature has fallen
                 # since, and the gap looks smaller than it is: look again with a fresh one.
                 precondition, checked = self._preconditioner(C, self.link.loss(at.z)[1]), n_iter
@@ -316,7 +317,18 @@ class Walker:
         share = share.clamp(min=floor * max(float(share[-1]), 1e-300))
         scale = 1 / (C * share[:, None] * self.variances + 1) - 1
         parts = (scale, classes, 1 / (C * share))
-        return _Precondition(self.shared, self.vectors, *(part.to(self.dtype) for part in parts))
+        inner = self._constraint(scale)
+        return _Precondition(self.shared, self.vectors, *(p.to(self.dtype) for p in parts), inner)
+
+    def _constraint(self, scale: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What keeps the inverse exact where directions were removed: Q, and (Q M⁻¹ Qᵀ)⁻¹ for each M."""
+        removed = self.shared.removed
+        if removed is None or len(removed) ** 2 * len(scale) > _LARGEST:
+            return None
+        seen = removed @ self.shared.vectors
+        within = torch.einsum("ir,kr,jr->kij", seen, scale, seen)
+        within += torch.eye(len(removed), dtype=within.dtype, device=within.device)
+        return removed.to(self.dtype), torch.linalg.inv(within).to(self.dtype)
 
     def _fit(self, C: float, end: _End, n_iter: int) -> LogisticFit:
         w, b = end.point.w.double(), end.point.b.double()
@@ -352,15 +364,24 @@ class _Precondition:
     scale: Tensor
     classes: Tensor
     intercept: Tensor
+    constraint: tuple[Tensor, Tensor] | None
 
     def __call__(self, gw: Tensor, gb: Tensor) -> tuple[Tensor, Tensor]:
         w, b = gw.to(self.vectors.dtype), gb.to(self.vectors.dtype)
         if len(b) > 1:
             # One constant added to all intercepts changes nothing: no curvature there to divide by.
             b = b - b.mean()
-        w = w + self.classes @ (self.scale * (self.classes.T @ w @ self.vectors)) @ self.vectors.T
+        w = self._inverse(self.classes.T @ w)
+        if self.constraint is not None:
+            removed, inner = self.constraint
+            pull = torch.einsum("kij,kj->ki", inner, w @ removed.T)
+            w = w - self._inverse(pull @ removed)
+        w = self.classes @ w
         b = self.classes @ (self.intercept * (self.classes.T @ b))
         return self.shared.restrict(w.to(gw.dtype)), b.to(gb.dtype)
+
+    def _inverse(self, w: Tensor) -> Tensor:
+        return w + (self.scale * (w @ self.vectors)) @ self.vectors.T
 
 
 def _direction(

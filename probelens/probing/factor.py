@@ -33,9 +33,10 @@ class Factorised:
         mean: What was subtracted. (d,)
         scale: What was divided by, ones without standardising. (d,)
         weight: Weight of each row, None for ones. (n,)
-        values: Eigenvalues of the weighted Gram matrix above rounding error. (r,)
+        values: Eigenvalues of the weighted Gram matrix of x above rounding error. (r,)
         vectors: Their eigenvectors, as columns. (d, r)
         gram: The weighted Gram matrix; None where n < d, where it is not formed. (d, d)
+        precise: Whether the Gram matrix was summed in float64.
         removed: Orthonormal rows spanning what was projected out, on the scale of x. (k, d)
         fit_intercept: Whether the features are centred.
 
@@ -58,6 +59,7 @@ class Factorised:
     gram: Tensor | None
     removed: Tensor | None
     fit_intercept: bool
+    precise: bool
     _source: Tensor
     _exact: dict[str, Tensor] = field(default_factory=dict)
 
@@ -69,6 +71,7 @@ class Factorised:
         *,
         fit_intercept: bool = True,
         standardize: bool = False,
+        precise: bool = False,
         dtype: torch.dtype | None = None,
     ) -> Factorised:
         """Centre and factorise features.
@@ -78,6 +81,8 @@ class Factorised:
             sample_weight: Non-negative weight of each row. (n,)
             fit_intercept: Centre the features. Off, models go through the origin.
             standardize: Divide each feature by its standard deviation, so that a penalty treats all alike.
+            precise: Sum the Gram matrix in float64 although the products are float32. Logistic regression
+                only preconditions with it and doesn't need that; ridge regression does, and sees to it.
             dtype: Dtype of the products: float32 or float64. None: float64 for small float64 features,
                 float32 otherwise.
 
@@ -94,16 +99,21 @@ class Factorised:
         if dtype is None:
             small = source.dtype == torch.float64 and source.numel() <= _SMALL
             dtype = torch.float64 if small else torch.float32
-        mean, scale = _moments(source, weight, total)
-        if not fit_intercept:
-            mean = torch.zeros_like(mean)
-        if not standardize:
-            scale = torch.ones_like(scale)
+        mean = _sum(source, weight) / total
         x = torch.empty(source.shape, dtype=dtype, device=source.device)
         for rows in _chunks(len(source)):
-            x[rows] = ((source[rows].double() - mean) / scale).to(dtype)
-        values, vectors, gram = _eigen(x, weight)
-        return cls(x, mean, scale, weight, values, vectors, gram, None, fit_intercept, source)
+            x[rows] = (source[rows].double() - mean).to(dtype)
+        deviation = (_sum(x, weight, squared=True) / total).sqrt()
+        constant = deviation <= 1e-12 * mean.abs().clamp(min=1e-150)
+        scale = torch.where(constant, 1.0, deviation) if standardize else torch.ones_like(deviation)
+        if not fit_intercept:
+            mean = torch.zeros_like(mean)
+            x.copy_(source)
+        if standardize:
+            x /= scale.to(dtype)
+        precise = precise or dtype == torch.float64
+        values, vectors, gram = _eigen(x, weight, precise)
+        return cls(x, mean, scale, weight, values, vectors, gram, None, fit_intercept, precise, source)
 
     @property
     def n(self) -> int:
@@ -139,8 +149,8 @@ class Factorised:
         Args:
             basis: Directions to remove in the space of the features as given, in addition to those
                 removed already. (k, d)
-            refactor: Recompute the eigendecomposition, O(d³). Without it the old one is projected: a
-                slightly worse preconditioner at no cost, which pays for a few dozen directions.
+            refactor: Recompute the eigendecomposition, O(d³). The solver doesn't need it: it inverts
+                within the complement of the removed directions.
 
         Returns:
             Features that share this one's memory.
@@ -167,11 +177,19 @@ class Factorised:
         if self.gram is not None:
             gram = self.gram - (self.gram @ removed.T) @ removed
             gram = gram - removed.T @ (removed @ gram)
-            values, vectors = _keep(*torch.linalg.eigh((gram + gram.T) / 2))
+            values, vectors = _keep(*torch.linalg.eigh((gram + gram.T) / 2), 1e-12)
         else:
             cut = removed.to(self.x.dtype)
-            values, vectors, _ = _eigen(self.x - (self.x @ cut.T) @ cut, self.weight)
+            values, vectors, _ = _eigen(self.x - (self.x @ cut.T) @ cut, self.weight, self.precise)
         return replace(self, removed=removed, values=values, vectors=vectors)
+
+    def exactly(self) -> Factorised:
+        """The same with a float64 eigendecomposition of the features as they are, projections included."""
+        full = self
+        if not self.precise:
+            values, vectors, gram = _eigen(self.x, self.weight, True)
+            full = replace(self, values=values, vectors=vectors, gram=gram, precise=True)
+        return full if self.removed is None else full.project_out(self.removed[:0], refactor=True)
 
     def cross(self, columns: Tensor) -> Tensor:
         """columnsᵀ x, summed in float64. (k, d)"""
@@ -225,41 +243,40 @@ def _weights(sample_weight: Any, x: Tensor) -> Tensor | None:
     return weight
 
 
-def _moments(x: Tensor, weight: Tensor | None, total: float) -> tuple[Tensor, Tensor]:
-    """Weighted mean and standard deviation of each feature; 1 in place of a deviation of 0."""
-    first = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
-    second = torch.zeros_like(first)
+def _sum(x: Tensor, weight: Tensor | None, squared: bool = False) -> Tensor:
+    """Weighted sum of the rows, or of their squares, in float64. (d,)"""
+    out = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
     for rows in _chunks(len(x)):
-        part = x[rows].double()
-        first += part.sum(0) if weight is None else weight[rows] @ part
-    mean = first / total
-    for rows in _chunks(len(x)):
-        part = (x[rows].double() - mean).square()
-        second += part.sum(0) if weight is None else weight[rows] @ part
-    deviation = (second / total).sqrt()
-    constant = deviation <= 1e-12 * mean.abs().clamp(min=1e-150)
-    return mean, torch.where(constant, 1.0, deviation)
+        part = x[rows].square() if squared else x[rows]
+        out += part.sum(0, dtype=torch.float64) if weight is None else weight[rows] @ part.double()
+    return out
 
 
-def _eigen(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _eigen(x: Tensor, weight: Tensor | None, precise: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """Eigenvalues, eigenvectors and, where it is the smaller one, the Gram matrix, in float64."""
     n, d = x.shape
-    root = None if weight is None else weight.sqrt()
-    if n >= d:
-        gram = torch.zeros(d, d, dtype=torch.float64, device=x.device)
-        for rows in _chunks(n):
-            part = x[rows].double() if root is None else x[rows].double() * root[rows, None]
-            gram.addmm_(part.T, part)
-        return *_keep(*torch.linalg.eigh(gram)), gram
-    # Fewer rows than features: the n × n matrix has the same nonzero eigenvalues.
-    rows64 = x.double() if root is None else x.double() * root[:, None]
-    values, left = _keep(*torch.linalg.eigh(rows64 @ rows64.T))
-    return values, (rows64.T @ left) / values.sqrt(), None
+    dtype = torch.float64 if precise else x.dtype
+    root = None if weight is None else weight.sqrt()[:, None]
+    if n < d:
+        # The n × n matrix has the same nonzero eigenvalues.
+        rows64 = x.double() if root is None else x.double() * root
+        values, left = _keep(*torch.linalg.eigh(rows64 @ rows64.T), 1e-13)
+        return values, (rows64.T @ left) / values.sqrt(), None
+    # On a common scale first: rounding would else bury small features under the errors of large ones.
+    size = (_sum(x, None, squared=True) / n).sqrt()
+    size = torch.where(size > torch.finfo(x.dtype).tiny, size, 1.0).to(dtype)
+    gram = torch.zeros(d, d, dtype=torch.float64, device=x.device)
+    for rows in _chunks(n):
+        part = x[rows].to(dtype) / size
+        if root is not None:
+            part *= root[rows].to(dtype)
+        gram += part.T @ part
+    gram *= size.double() * size.double()[:, None]
+    return *_keep(*torch.linalg.eigh(gram), 1e-13 if precise else 1e-10), gram
 
 
-def _keep(values: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-    floor = values[-1].clamp(min=0) * 1e-13
-    keep = values > floor
+def _keep(values: Tensor, vectors: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    keep = values > values[-1].clamp(min=0) * floor
     return values[keep], vectors[:, keep]
 
 

@@ -207,7 +207,7 @@ def _site(
     x = x.detach()
     on = keep.to(x.device)
     parts = [x[i.to(x.device)][on[i.to(x.device)]] for i in (split.train, split.val, split.test)]
-    shared = Factorised.of(parts[0], standardize=True)
+    shared = Factorised.of(parts[0], standardize=True, precise=True)
     truth = [
         torch.stack([v.cpu()[i][keep[i]].double() for v in named.values()], 1).to(x.device)
         for i in (split.train, split.val, split.test)

@@ -72,10 +72,11 @@ def ridge_path(
     if isinstance(X, Factorised):
         if sample_weight is not None:
             raise InputError("sample_weight was given with factorised features: give it to Factorised.of")
-        # Eigenvectors that were only projected aren't those of the projected features.
-        shared = X if X.removed is None else X.project_out(X.removed * X.scale, refactor=True)
+        shared = X.exactly()
     else:
-        shared = Factorised.of(X, sample_weight, fit_intercept=fit_intercept, standardize=standardize)
+        shared = Factorised.of(
+            X, sample_weight, fit_intercept=fit_intercept, standardize=standardize, precise=True
+        )
     targets = torch.as_tensor(Y, device=shared.x.device).detach().double()
     targets = targets[:, None] if targets.ndim == 1 else targets
     if targets.ndim != 2 or len(targets) != shared.n:
