@@ -112,7 +112,7 @@ def run_cell(config: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
         config["arch"], task, seed=config["seed"] + 1000, embedding_std=1.0
     )
     pairs = {
-        name: task.pairs(config["n_pairs"], config["length"], seed=config["seed"], label="state", kind=kind)
+        name: aligned(task.pairs(40 * config["n_pairs"], config["length"], config["seed"], label="state", kind=kind), config["n_pairs"])
         for name, kind in (("depth", "depth"), ("top", "type"))
     }
     status.update("measuring, part", 1, 2)
@@ -126,6 +126,12 @@ def run_cell(config: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
     found.save(folder / "profile.safetensors")
     status.update("measuring, part", 2, 2, "done")
     return tidy(config, training, behaviour, found)
+
+
+def aligned(pairs: pl.PatchPairs, n: int) -> pl.PatchPairs:
+    """Pairs that were edited at one and the same position, so that a map over positions can be read."""
+    common = pairs.edit_pos.bincount().argmax()
+    return pairs[(pairs.edit_pos == common).nonzero().flatten()[:n]]
 
 
 def tidy(config: Mapping[str, Any], training: Any, behaviour: Any, found: pl.Profile) -> list[dict[str, Any]]:

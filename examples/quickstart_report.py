@@ -120,13 +120,18 @@ def _ablated(result: pl.AblationResult) -> str:
     if all(row["verdict"] == "floor" for row in targets):
         return "the model has not learned the task well enough for an ablation to cost anything."
     worst = max(targets, key=lambda row: row["drop"])
-    random = [r["drop"] for r in result.rows if r["site"] == worst["site"] and r["condition"] == "random"]
+    means = {}
+    for kind in ("random", "random_matched"):
+        drops = [r["drop"] for r in result.rows if r["site"] == worst["site"] and r["condition"] == kind]
+        if drops:
+            means[kind] = 100 * sum(drops) / len(drops)
     where = "the embedding" if worst["layer"] == -1 else f"layer {worst['layer']}"
     text = (
         f"removing the probe's subspace costs most at {where}, {100 * worst['drop']:.0f} points of accuracy"
     )
-    if random:
-        text += f" (random subspaces of equal rank {100 * sum(random) / len(random):.0f})"
+    if means:
+        said = {"random": "of equal rank", "random_matched": "that remove equal variance"}
+        text += f" (random subspaces {', '.join(f'{said[k]} {v:.0f}' for k, v in means.items())})"
     recovered = [r for r in targets if r["verdict"] == "inconclusive"]
     inside = [r for r in targets if r["verdict"] != "tautological"]
     text += f"; at {len(recovered)} of {len(inside)} layers a refitted probe still reads it"
@@ -252,7 +257,7 @@ def _sufficient(cells: Sequence[Cell], config: Any) -> Section:
     text = (
         "Does putting the variable back repair the answer? The activation at one layer and position of the clean run is "
         "copied into the corrupted run, and the answer at the last position is read again. Position 0 is the start token. "
-        "The edited token is at a different place in every pair, in the first half."
+        "All pairs of a map were edited at the position marked."
     )
     note = "The last layer at the last position restores all of it by construction, since the answer is read from there."
     return Section(

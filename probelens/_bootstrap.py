@@ -69,10 +69,12 @@ def calibrate(estimate: Array, raw: Array, half: Array, level: float) -> tuple[A
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         centre = np.nanmean(raw, axis=0)
-    draws = estimate + stretch * (raw - centre)
     flat = (spread <= 0) & (half > 0)
-    low = np.where(flat, estimate - half, estimate + stretch * (low - centre))
-    high = np.where(flat, estimate + half, estimate + stretch * (high - centre))
+    # Draws can be infinite where a resample has a denominator of zero; the ends are then undefined.
+    with np.errstate(invalid="ignore"):
+        draws = estimate + stretch * (raw - centre)
+        low = np.where(flat, estimate - half, estimate + stretch * (low - centre))
+        high = np.where(flat, estimate + half, estimate + stretch * (high - centre))
     return draws, low, high
 
 

@@ -211,6 +211,7 @@ class PatchResult(Result):
             lo=lo,
             hi=hi,
             mode="noise" if self.mode == "noise" else "denoise",
+            marks=self.extra.get("marks") if self.positions and self.positions[0].isdigit() else None,
         )
 
 
@@ -296,7 +297,14 @@ def patch(
         run.path,
         pairs.clean.cpu(),
         joint,
+        {"marks": _marks(pairs)},
     )
+
+
+def _marks(pairs: Any) -> dict[str, int]:
+    """Positions that all pairs share: where they were edited, and where the answer is read."""
+    found = {"edited": pairs.edit_pos, "read": pairs.read_pos}
+    return {name: int(pos[0]) for name, pos in found.items() if bool((pos == pos[0]).all())}
 
 
 def attribute(
