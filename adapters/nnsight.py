@@ -56,7 +56,9 @@ class NNsight(Adapter):
     @classmethod
     def wrap(cls, module: Any, remote: bool | str = False, **options: Any) -> HookedModel:
         if not cls.matches(module):
-            raise AdapterNotFoundError(f"adapter 'nnsight' wraps nnsight models, not a {type(module).__name__}")
+            raise AdapterNotFoundError(
+                f"adapter 'nnsight' wraps nnsight models, not a {type(module).__name__}"
+            )
         if any(envoy._edits for envoy in [module, *module.modules()]):
             raise InputError(
                 "this nnsight model has default edits (model.edit), which only its own traces apply. "

@@ -98,13 +98,14 @@ class TransformerLens(Adapter):
         self.tokenizer = bridge.tokenizer
         self.blocks = [f"blocks.{i}" for i in range(len(blocks))]
         children = dict(module.named_children())
+        attention = any("attn" in dict(block.named_children()) for block in blocks)
         self.parts = {part: part for part in ("embed", "ln_final", "unembed") if part in children}
         self.cfg = ModelConfig(
             n_layers=len(blocks),
             d_model=int(cfg.d_model),
             d_vocab=int(cfg.d_vocab or 0),
-            n_heads=int(cfg.n_heads or 0) if _has(blocks[0], "attn") else 0,
-            d_head=int(cfg.d_head or 0) if _has(blocks[0], "attn") else 0,
+            n_heads=int(cfg.n_heads or 0) if attention else 0,
+            d_head=int(cfg.d_head or 0) if attention else 0,
             n_key_value_heads=cfg.n_key_value_heads,
             d_mlp=int(cfg.d_mlp or 0),
             n_ctx=int(cfg.n_ctx or 0),
@@ -165,6 +166,8 @@ class TransformerLens(Adapter):
                 "whose edits don't reach the next step). Wrap the Hugging Face model itself: pl.wrap(hf_model), or "
                 "use the bridge's own run_with_hooks"
             )
+        if ".mixer.hook_" in name and name not in self._own:
+            return "TransformerLens has no such point; wrap the Hugging Face model itself: pl.wrap(hf_model)"
         if name in self._own:
             return (
                 "TransformerLens lists it, but a trial run never reached it: it is off (bridge.set_use_...) "
@@ -271,10 +274,6 @@ class _Handle:
 
     def remove(self) -> None:
         self._point.remove_hooks("fwd", level=self._level)
-
-
-def _has(block: nn.Module, name: str) -> bool:
-    return name in dict(block.named_children())
 
 
 @contextlib.contextmanager
