@@ -23,6 +23,7 @@ EPILOG = """examples:
   probelens run quickstart --set seed=1         the same with another seed
   probelens list                                recipes and their presets
   probelens hooks EleutherAI/pythia-160m        the hook points of a model (hub id or folder)
+  probelens verify EleutherAI/pythia-160m       prove that each of them fires and edits what it should
 
 exit status: 0 all well, 1 the run failed, 2 the command can't be understood, 130 interrupted"""
 
@@ -97,6 +98,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     hooks.add_argument("--json", action="store_true", help="machine-readable")
     hooks.set_defaults(do=_hooks)
+
+    verify = commands.add_parser(
+        "verify", parents=[common], help="try every hook point of a model",
+        description="Try every hook point of a model: it must fire, an identity edit must change nothing, noise "
+        "must change the output, and another run's residual stream must bring that run's output back. "
+        "Exit status 1 if a point fails.",
+    )  # fmt: skip
+    verify.add_argument("model", metavar="MODEL", help="hub id or folder")
+    verify.add_argument("--all", action="store_true", help="list the points that pass, too")
+    verify.add_argument("--json", action="store_true", help="machine-readable")
+    verify.add_argument("--quiet", action="store_true", help="no progress bar")
+    verify.set_defaults(do=_verify)
     return parser
 
 
@@ -158,6 +171,20 @@ def _hooks(args: argparse.Namespace) -> int:
             raise InputError(f"no hook point fits {args.match!r}. Leave --match out to see all of them")
     print(table.to_json(orient="records", indent=2) if args.json else table.to_string(index=False))
     return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from probelens.loading import load
+
+    report = load(args.model).verify(progress=not args.quiet)
+    if args.json:
+        content = {"model": report.model, "ok": report.ok, "left_behind": report.left_behind, "points": report.rows}
+        print(json.dumps(content, indent=2))
+    else:
+        if args.all:
+            print(report.to_dataframe().to_string(index=False))
+        print(report)
+    return 0 if report.ok else 1
 
 
 def configure(
