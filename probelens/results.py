@@ -224,7 +224,5 @@ def _nested(name: str) -> type[Result]:
 
 
 def _subclasses(cls: type) -> list[type]:
-    found: list[type] = []
-    for sub in cls.__subclasses__():
-        found += [sub, *_subclasses(sub)]
-    return found
+    below: list[type] = cls.__subclasses__()
+    return [*below, *(deeper for sub in below for deeper in _subclasses(sub))]
