@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -278,3 +281,14 @@ def test_asking_a_result_for_what_it_lacks_is_an_error() -> None:
         result.accuracy("site")
     with pytest.raises(InputError, match="no probe of"):
         result.accuracy("site", "a", seed=5)
+
+
+def test_the_page_about_probing_runs_and_shows_a_readable_depth() -> None:
+    page = (Path(__file__).parent.parent / "docs/api/probing.md").read_text()
+    names: dict[str, object] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
+        exec(block, names)
+    row = names["row"]
+    assert row["accuracy"] > row["last_w"] > row["majority"]  # type: ignore[index]
+    before, after = names["best"], names["rest"][0][4]  # type: ignore[index]
+    assert after.objective > 2 * before.objective  # type: ignore[attr-defined]

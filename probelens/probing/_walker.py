@@ -316,9 +316,9 @@ class Walker:
         floor = 1e-7 if self.dtype == torch.float32 else 1e-14
         share = share.clamp(min=floor * max(float(share[-1]), 1e-300))
         scale = 1 / (C * share[:, None] * self.variances + 1) - 1
-        parts = (scale, classes, 1 / (C * share))
         inner = self._constraint(scale)
-        return _Precondition(self.shared, self.vectors, *(p.to(self.dtype) for p in parts), inner)
+        parts = [p.to(self.dtype) for p in (scale, classes, 1 / (C * share))]
+        return _Precondition(self.shared, self.vectors, parts[0], parts[1], parts[2], inner)
 
     def _constraint(self, scale: Tensor) -> tuple[Tensor, Tensor] | None:
         """What keeps the inverse exact where directions were removed: Q, and (Q M⁻¹ Qᵀ)⁻¹ for each M."""

@@ -177,7 +177,7 @@ class Factorised:
         if self.gram is not None:
             gram = self.gram - (self.gram @ removed.T) @ removed
             gram = gram - removed.T @ (removed @ gram)
-            values, vectors = _keep(*torch.linalg.eigh((gram + gram.T) / 2), 1e-12)
+            values, vectors = _eigh((gram + gram.T) / 2, 1e-12)
         else:
             cut = removed.to(self.x.dtype)
             values, vectors, _ = _eigen(self.x - (self.x @ cut.T) @ cut, self.weight, self.precise)
@@ -260,7 +260,7 @@ def _eigen(x: Tensor, weight: Tensor | None, precise: bool) -> tuple[Tensor, Ten
     if n < d:
         # The n × n matrix has the same nonzero eigenvalues.
         rows64 = x.double() if root is None else x.double() * root
-        values, left = _keep(*torch.linalg.eigh(rows64 @ rows64.T), 1e-13)
+        values, left = _eigh(rows64 @ rows64.T, 1e-13)
         return values, (rows64.T @ left) / values.sqrt(), None
     # On a common scale first: rounding would else bury small features under the errors of large ones.
     size = (_sum(x, None, squared=True) / n).sqrt()
@@ -272,10 +272,12 @@ def _eigen(x: Tensor, weight: Tensor | None, precise: bool) -> tuple[Tensor, Ten
             part *= root[rows].to(dtype)
         gram += part.T @ part
     gram *= size.double() * size.double()[:, None]
-    return *_keep(*torch.linalg.eigh(gram), 1e-13 if precise else 1e-10), gram
+    return *_eigh(gram, 1e-13 if precise else 1e-10), gram
 
 
-def _keep(values: Tensor, vectors: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+def _eigh(matrix: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """Eigenvalues above a fraction of the largest, and their eigenvectors."""
+    values, vectors = torch.linalg.eigh(matrix)
     keep = values > values[-1].clamp(min=0) * floor
     return values[keep], vectors[:, keep]
 
