@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,9 @@ from probelens.adapter import Adapter, swapped_forward
 from probelens.errors import InputError
 from probelens.hooks import HookPoint, Tap
 from probelens.ssm import MAMBA2_POINTS, MAMBA_POINTS, MambaState, is_mamba2, mamba2_mixer, mamba_mixer
+
+# Positions that each layer of a cache went through while instrumented.
+_SEEN: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
 
 
 def mixer_points(adapter: Adapter, prefix: str, path: str) -> list[HookPoint]:
@@ -51,11 +55,15 @@ def _forward(mixer: nn.Module, tap: Tap) -> Callable[..., Tensor]:
     ) -> Tensor:
         cache = cache if cache is not None else cache_params
         if attention_mask is not None and attention_mask.shape[:2] != hidden_states.shape[:2]:
-            # While decoding, transformers passes the mask of everything so far to a step of one token.
+            # While decoding, transformers may pass the mask of everything so far to a step of one token.
             attention_mask = None
         if cache is None:
             return run(mixer, hidden_states, tap, attention_mask=attention_mask)
-        conv, ssm = _read(cache, mixer.layer_idx)  # type: ignore[arg-type]
+        layer: Any = mixer.layer_idx
+        conv, ssm = _read(cache, layer)
+        # The cache doesn't say how many positions it has seen, and hooks want to know which one this is.
+        seen = _SEEN.setdefault(cache, {})
+        offset = seen.get(layer, 0) if conv is not None else 0
         out, state = run(
             mixer,
             hidden_states,
@@ -64,16 +72,18 @@ def _forward(mixer: nn.Module, tap: Tap) -> Callable[..., Tensor]:
             ssm_state=ssm,
             attention_mask=attention_mask,
             return_state=True,
+            offset=offset,
         )
-        _write(cache, mixer.layer_idx, state)  # type: ignore[arg-type]
+        seen[layer] = offset + hidden_states.shape[1]
+        _write(cache, layer, state)
         return out
 
     return forward
 
 
 def _first(value: Any) -> Any:
-    # From transformers 5.15 on a layer of the cache holds a list of states, before that one state.
-    return value[0] if isinstance(value, list) else value
+    # Newer versions of transformers keep the states of a layer in a mapping (or list), older ones just one state.
+    return value[0] if isinstance(value, (dict, list)) else value
 
 
 def _read(cache: Any, layer: int) -> tuple[Tensor | None, Tensor | None]:

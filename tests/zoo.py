@@ -236,8 +236,8 @@ PACKAGED: dict[str, dict[str, Any]] = {
 EVERY = (*ZOO, *DECODERS, *HYBRIDS, *PACKAGED)
 
 
-def more(name: str, seed: int = 0, scale: float = 3.0) -> nn.Module:
-    """Any model of ``EVERY`` in eval mode; skips the test where it can't be had."""
+def more(name: str, seed: int = 0, scale: float = 3.0, **change: Any) -> nn.Module:
+    """Any model of ``EVERY`` in eval mode; skips the test where it can't be had. ``change``: other options."""
     if name in ZOO:
         return build(name, seed)
     if name in PACKAGED:
@@ -253,7 +253,7 @@ def more(name: str, seed: int = 0, scale: float = 3.0) -> nn.Module:
         pytest.skip(f"transformers {transformers.__version__} has no {cls}")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = _hf(cls, config, **options)
+        model = _hf(cls, config, **{**options, **change})
         with torch.no_grad():
             for key, p in model.named_parameters():
                 if p.ndim >= 2 and "A_log" not in key:
