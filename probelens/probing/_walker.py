@@ -315,9 +315,9 @@ class Walker:
         share, classes = torch.linalg.eigh(self.link.covariance(r))
         floor = 1e-7 if self.dtype == torch.float32 else 1e-14
         share = share.clamp(min=floor * max(float(share[-1]), 1e-300))
-        scale = 1 / (C * share[:, None] * self.variances + 1) - 1
-        inner = self._constraint(scale)
-        parts = [p.to(self.dtype) for p in (scale, classes, 1 / (C * share))]
+        inverse = 1 / (C * share[:, None] * self.variances + 1)
+        inner = self._constraint(inverse - 1)
+        parts = [p.to(self.dtype) for p in (inverse, classes, 1 / (C * share))]
         return _Precondition(self.shared, self.vectors, parts[0], parts[1], parts[2], inner)
 
     def _constraint(self, scale: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -361,7 +361,7 @@ class _Precondition:
 
     shared: Factorised
     vectors: Tensor
-    scale: Tensor
+    inverse: Tensor
     classes: Tensor
     intercept: Tensor
     constraint: tuple[Tensor, Tensor] | None
@@ -381,7 +381,14 @@ class _Precondition:
         return self.shared.restrict(w.to(gw.dtype)), b.to(gb.dtype)
 
     def _inverse(self, w: Tensor) -> Tensor:
-        return w + (self.scale * (w @ self.vectors)) @ self.vectors.T
+        inside = w @ self.vectors
+        out = (self.inverse * inside) @ self.vectors.T
+        if self.vectors.shape[0] == self.vectors.shape[1]:
+            return out
+        # Outside the span of the features only the penalty curves. Twice, since one subtraction leaves rounding
+        # errors that are large beside the smallest eigenvalues of the inverse.
+        rest = w - inside @ self.vectors.T
+        return out + rest - (rest @ self.vectors) @ self.vectors.T
 
 
 def _direction(

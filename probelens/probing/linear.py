@@ -105,7 +105,7 @@ class LinearProbe(ClassifierMixin, _Linear):
         self,
         C: float = 1.0,
         *,
-        tol: float = 1e-4,
+        tol: float = 1e-6,
         max_iter: int = 1000,
         class_weight: Any = None,
         fit_intercept: bool = True,
