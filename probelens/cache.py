@@ -335,7 +335,7 @@ class ActivationCache(Mapping[str, Tensor]):
         if mode not in ("all", "mlp", "attn"):
             raise InputError(f"mode={mode!r} is not known. Allowed: 'all', 'mlp', 'attn'")
         n_layers = self.model.cfg.n_layers if self.model is not None else self._n_layers()
-        upto = n_layers if layer in (None, -1) else int(layer)  # type: ignore[arg-type]
+        upto = n_layers if layer in (None, -1) else int(layer)
         parts: dict[str, Tensor] = {}
         if incl_embeds:
             parts["embed"] = self["hook_embed"]

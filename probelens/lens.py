@@ -91,9 +91,10 @@ class LensMethods(ModelInputs):
             The dict; empty until then.
         """
         cache, fwd, bwd = self.get_caching_hooks(names_filter, incl_bwd, device, remove_batch_dim, cache)
-        for direction, hooks in (("fwd", fwd), ("bwd", bwd)):
-            for name, fn in hooks:
-                self.add_hook(name, fn, direction)
+        for name, fn in fwd:
+            self.add_hook(name, fn)
+        for name, fn in bwd:
+            self.add_hook(name, fn, "bwd")
         return cache
 
     def loss_fn(
