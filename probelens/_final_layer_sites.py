@@ -73,21 +73,30 @@ class Plan:
             return None
         layers = range(self.n) if site == "I" else [self.n - 1]
         missing = [layer for layer in layers if not self.states[layer]]
-        # Attention beside a recurrent state reaches back past it, so then the states aren't everything.
-        reaching = [layer for layer in layers if self.attention[layer] and (site == "I" or layer in missing)]
-        if reaching:
-            state = " and has no recurrent state" if reaching[0] in missing else ""
+        if missing and self.attention[missing[0]]:
             return (
-                f"block {reaching[0]} has attention{state}: later positions read the keys and values of "
-                "every earlier one"
+                f"block {missing[0]} has no state point; through its attention later positions read the keys and "
+                "values of every earlier one"
             )
         if missing:
             return f"block {missing[0]} has no state point (hook_ssm_state, rnn.hook_h)"
+        # Attention beside a recurrent state reaches back past it, so then the states aren't everything.
+        reaching = [layer for layer in layers if self.attention[layer] or self._attends(layer)]
+        if site == "I" and reaching:
+            return (
+                f"block {reaching[0]} has attention beside its recurrent state: later positions also read the "
+                "keys and values of every earlier one"
+            )
         if self.backward:
             return "the layers run in both directions: what is after m reaches T from both sides"
         if site == "H+conv" and not self.convs[-1]:
             return "this recurrent layer has no convolution; H is all that it carries"
         return None
+
+    def _attends(self, layer: int) -> bool:
+        """Whether a block with a state also holds an attention that has no points."""
+        block = self.model.module.get_submodule(self.model.adapter.blocks[layer])
+        return any("attention" in type(part).__name__.lower() for part in block.modules())
 
     def remark(self, site: str) -> str:
         """What a reader should know about a site that applies."""

@@ -75,7 +75,7 @@ def test_sites_that_a_family_does_not_have_say_why(name: str) -> None:
         assert "both directions" in absent["I"]
     else:
         assert list(absent) == ["H", "H+conv", "I"]
-        assert "attention and has no recurrent state" in absent["H"] or "no recurrent state" in absent["H"]
+        assert "block 2 has no state point" in absent["H"]
         with pytest.raises(InputError, match="keys and values"):
             result.recovery("H")
 
@@ -240,21 +240,22 @@ def test_a_readout_that_mixes_positions_is_noticed() -> None:
     assert "mixer" in result.row("C")["why"]
 
 
-def test_attention_beside_recurrent_states_is_not_taken_for_a_recurrent_model() -> None:
-    transformers = pytest.importorskip("transformers")
-    if not hasattr(transformers, "JambaConfig"):
-        pytest.skip("this transformers has no Jamba")
-    config = transformers.JambaConfig(
-        vocab_size=zoo.VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, attn_layer_period=2, attn_layer_offset=0, expert_layer_period=2, expert_layer_offset=1,
-        num_experts=1, num_experts_per_tok=1, mamba_d_state=4, mamba_dt_rank=4, use_mamba_kernels=False, pad_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = pl.wrap(transformers.JambaForCausalLM(config).eval())
-    result = patch_sites(model, some_pairs(), correct_only=False, n_boot=20)
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("jamba", "block 1 has no state point; through its attention"),
+        ("zamba2", "block 1 has attention beside its recurrent state"),
+        ("rwkv", "block 0 has no state point (hook"),
+        ("falcon-mamba", None),
+    ],
+)
+def test_only_a_model_whose_states_are_all_that_is_carried_has_site_i(name: str, why: str | None) -> None:
+    result = patch_sites(pl.wrap(zoo.more(name)), some_pairs(), correct_only=False, n_boot=20)
     assert result.ok
-    assert result.row("H+conv")["applicable"]
-    assert "block 0 has attention" in result.row("I")["why"]
+    if why is None:
+        assert result.recovery("I") == pytest.approx(1, abs=1e-4)
+    else:
+        assert result.row("I")["why"].startswith(why)
 
 
 # -- where, which, what is counted ---------------------------------------------------------------------------
