@@ -1,0 +1,108 @@
+"""How cost grows with size, ours beside the peer's, as fitted exponents and a plot."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import probelens as pl
+from benchmarks import shapes
+from benchmarks.harness import OURS, cpu_seconds
+from benchmarks.sweeps import TL, pairs_of, tl_patching
+
+Runs = dict[str, tuple[Callable[[], Any], float]]
+
+
+def _patching(layers: int, length: int) -> Runs:
+    import pandas as pd
+
+    module = shapes.neox(layers, 128, 512, 4)
+    model, other, pairs = pl.wrap(module), shapes.bridge(module), pairs_of(512, 4, length)
+    cells = [(layer, p) for layer in range(layers) for p in range(length)]
+    some = cells[:: max(1, len(cells) // 16)]
+    table = pd.DataFrame(some, columns=["layer", "pos"])
+    return {
+        OURS: (lambda: pl.patch(model, pairs, "resid_pre"), 1.0),
+        TL: (lambda: tl_patching(other, pairs, table), len(some) / len(cells)),
+    }
+
+
+def _probing(rows: int, width: int) -> Runs:
+    from sklearn.linear_model import LogisticRegression
+
+    from probelens.probing.solver import fit_path
+
+    x = shapes.spectrum(rows, width)
+    y = shapes.readable(x, 11, 0.5)
+    Cs = (1e-2, 1.0, 1e2)
+
+    def loop() -> None:
+        for C in Cs:
+            LogisticRegression(C=C, max_iter=2000).fit(x.numpy(), y.numpy())
+
+    return {OURS: (lambda: fit_path(x, y, Cs, tol=1e-3), 1.0), "scikit-learn": (loop, 1.0)}
+
+
+def _collecting(examples: int) -> Runs:
+    import torch
+
+    module = shapes.neox(6, 128, 256, 4)
+    model, x = pl.wrap(module), shapes.tokens(256, examples, 32)
+
+    def raw() -> None:
+        with torch.no_grad():
+            for chunk in x.split(64):
+                module(chunk, use_cache=False)
+
+    return {OURS: (lambda: pl.collect(model, x), 1.0), "raw forward": (raw, 1.0)}
+
+
+CURVES: list[tuple[str, str, list[int], Callable[[int], Runs]]] = [
+    ("patching sweep, 6 layers", "positions", [16, 32, 64, 128], lambda n: _patching(6, n)),
+    ("patching sweep, 16 positions", "layers", [4, 8, 16, 24], lambda n: _patching(n, 16)),
+    ("probes, width 128", "rows", [1000, 2000, 4000, 8000], lambda n: _probing(n, 128)),
+    ("probes, 4,000 rows", "width", [64, 128, 256, 512], lambda n: _probing(4000, n)),
+    ("collection", "sequences of 32", [128, 256, 512, 1024], _collecting),
+]
+
+
+def curves(repeats: int = 3) -> list[dict[str, Any]]:
+    """Medians of CPU time at every size, and the slope in log-log."""
+    out = []
+    for what, axis, sizes, build in CURVES:
+        times: dict[str, list[float]] = {}
+        for size in sizes:
+            runs = build(size)
+            taken: dict[str, list[float]] = {name: [] for name in runs}
+            for _ in range(repeats + 1):
+                for name, (run, part) in runs.items():
+                    start = cpu_seconds()
+                    run()
+                    taken[name].append((cpu_seconds() - start) / part)
+            for name in runs:
+                times.setdefault(name, []).append(statistics.median(taken[name][1:]))
+        slopes = {n: float(np.polyfit(np.log(sizes), np.log(t), 1)[0]) for n, t in times.items()}
+        out.append({"what": what, "axis": axis, "sizes": sizes, "times": times, "exponents": slopes})
+        print(what, axis, sizes, times, slopes, flush=True)
+    return out
+
+
+def plot(found: list[dict[str, Any]], path: Path) -> None:
+    """One panel a curve, in one HTML file."""
+    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
+
+    figure = make_subplots(cols=len(found), subplot_titles=[c["what"] for c in found])
+    for i, c in enumerate(found, 1):
+        for name, times in c["times"].items():
+            label = f"{name}, k = {c['exponents'][name]:.2f}"
+            figure.add_trace(
+                go.Scatter(x=c["sizes"], y=times, name=label, mode="lines+markers"), row=1, col=i
+            )
+        figure.update_xaxes(type="log", title=c["axis"], row=1, col=i)
+        figure.update_yaxes(type="log", title="CPU seconds" if i == 1 else None, row=1, col=i)
+    figure.write_html(path, include_plotlyjs=True)

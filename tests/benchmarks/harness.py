@@ -1,0 +1,164 @@
+"""How a row of the table is measured: contenders in turn, medians of CPU and wall time, results compared."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+OURS = "probelens"
+
+SIZES = ("quick", "medium", "full")
+
+
+@dataclass
+class Work:
+    """What one row runs, with everything built that isn't timed.
+
+    Args:
+        runs: Name of a contender to what it does. ``probelens`` is one of them.
+        compare: From results by name to differences by name: a number each.
+        limits: Largest difference allowed, by name.
+        share: How much of the whole work a contender does in one timed run: its cost for each
+            condition is the same, so a sample of conditions stands for all. 1 where not named.
+        note: What a reader of the table should know.
+        facts: Numbers about the work, such as how often it skips.
+        describe: Further facts out of the results, such as which path ran.
+    """
+
+    runs: dict[str, Callable[[], Any]]
+    compare: Callable[[dict[str, Any]], Mapping[str, float]]
+    limits: dict[str, float]
+    share: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+    facts: dict[str, float | str] = field(default_factory=dict)
+    describe: Callable[[dict[str, Any]], Mapping[str, float | str]] = lambda results: {}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table.
+
+    Args:
+        name: Short name, for ``--only``.
+        what: The work, for a reader.
+        build: From a size ("quick", "medium", "full") and a device to the work.
+        aims: By contender, the least ratio of its time to ours ("at least"), or with a minus sign
+            the largest ratio of our time to its own (an overhead).
+    """
+
+    name: str
+    what: str
+    build: Callable[[str, str], Work]
+    aims: dict[str, float]
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and of the children that ended."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def measure(case: Case, size: str, repeats: int, device: str = "cpu") -> dict[str, Any]:
+    """Run a row: one run of each to warm up and to compare, then ``repeats`` rounds of all in turn."""
+    work = case.build(size, device)
+    results = {name: run() for name, run in work.runs.items()}
+    differences = {key: float(value) for key, value in work.compare(results).items()}
+    facts = {**work.facts, **work.describe(results)}
+    del results
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in work.runs}
+    names = list(work.runs)
+    for i in range(repeats):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            times[name].append(_time(work.runs[name], device))
+    medians = {}
+    for name, taken in times.items():
+        part = work.share.get(name, 1.0)
+        cpu, wall = (statistics.median(t[k] for t in taken) / part for k in (0, 1))
+        low, high = (f(t[0] for t in taken) / part for f in (min, max))
+        medians[name] = {"cpu": cpu, "wall": wall, "cpu_min": low, "cpu_max": high, "share": part}
+    clock = "wall" if device.startswith("cuda") else "cpu"
+    ratios = {name: medians[name][clock] / medians[OURS][clock] for name in medians if name != OURS}
+    wrong = [k for k, v in differences.items() if not v <= work.limits.get(k, float("inf"))]
+    return {
+        "case": case.name, "what": case.what, "size": size, "device": device, "repeats": repeats,
+        "times": medians, "ratios": ratios, "aims": case.aims, "differences": differences, "limits": work.limits,
+        "equal": not wrong, "note": work.note, "facts": facts, "machine": machine(),
+    }  # fmt: skip
+
+
+def _time(run: Callable[[], Any], device: str) -> tuple[float, float]:
+    cpu, wall = cpu_seconds(), time.perf_counter()
+    run()
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.synchronize()
+    return cpu_seconds() - cpu, time.perf_counter() - wall
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were taken on."""
+    import importlib.metadata
+    import os
+
+    import torch
+
+    versions = {}
+    for package in ("torch", "transformers", "transformer-lens", "nnsight", "scikit-learn", "mambapy"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "cpu": _cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
+        "python": platform.python_version(), "versions": versions,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }  # fmt: skip
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            found = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        found = []
+    return found[0] if found else platform.processor() or platform.machine()
+
+
+class PeakMemory:
+    """How far resident memory grows inside the block, in bytes; None where the system doesn't tell."""
+
+    growth: int | None = None
+
+    def __enter__(self) -> PeakMemory:
+        try:
+            with open("/proc/self/clear_refs", "w") as file:
+                file.write("5")
+            self._before = _status("VmRSS")
+        except OSError:
+            self._before = None
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._before is not None:
+            self.growth = (_status("VmHWM") or 0) - self._before
+
+
+def _status(key: str) -> int | None:
+    with open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith(key + ":"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def worst(a: Any, b: Any, relative: bool = True) -> float:
+    """Largest absolute difference of two tensors, over the size of the second if relative."""
+    a, b = a.detach().float().cpu(), b.detach().float().cpu()
+    scale = float(b.abs().max()) if relative else 1.0
+    return float((a - b).abs().max()) / (scale or 1.0)

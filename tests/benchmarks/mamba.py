@@ -1,0 +1,120 @@
+"""Rows about the scan: a training step against transformers' CPU paths, all states against TransformerLens."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import probelens as pl
+from benchmarks import shapes
+from benchmarks.harness import OURS, Case, PeakMemory, Work, worst
+
+DEFAULT, MAMBAPY, TL = "transformers", "transformers, mambapy", "TransformerLens"
+
+
+def train_step(size: str, device: str) -> Work:
+    width, batch, length = {"quick": (64, 8, 24), "medium": (128, 16, 40), "full": (128, 64, 40)}[size]
+    module = shapes.mamba(4, width, 64).to(device)
+    x = shapes.tokens(64, batch, length).to(device)
+    # Without the flag the same class runs its torch scan; mambapy's parallel scan is chosen in the config.
+    parallel = shapes.mamba(4, width, 64, use_mambapy=True).to(device)
+    parallel.load_state_dict(module.state_dict())
+    twin = copy.deepcopy(module)
+    model = pl.wrap(module)
+    for each in (module, parallel, twin):
+        each.train()
+
+    def step(of: Any) -> tuple[Tensor, Tensor]:
+        of.zero_grad(set_to_none=True)
+        logits = of(input_ids=x, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+        loss.backward()
+        return loss.detach(), torch.cat([p.grad.flatten() for p in of.parameters() if p.grad is not None])
+
+    def ours() -> tuple[Tensor, Tensor]:
+        with model.backend("reference"):
+            return step(module)
+
+    def compare(results: dict[str, Any]) -> dict[str, float]:
+        mine = results[OURS]
+        return {
+            "gradient": worst(mine[1], results[DEFAULT][1]),
+            "gradient (mambapy)": worst(mine[1], results[MAMBAPY][1]),
+            "loss": worst(mine[0], results[DEFAULT][0]),
+        }
+
+    return Work(
+        {OURS: ours, MAMBAPY: lambda: step(parallel), DEFAULT: lambda: step(twin)},
+        compare,
+        {"gradient": 1e-3, "gradient (mambapy)": 1e-3, "loss": 1e-5},
+        note=f"4 layers, d {width}, {batch} × {length}",
+    )
+
+
+def states(size: str, device: str) -> Work:
+    layers, width, batch, length = {
+        "quick": (2, 64, 2, 32),
+        "medium": (2, 256, 2, 64),
+        "full": (6, 512, 8, 128),
+    }[size]
+    module = shapes.mamba(layers, width, 64).to(device)
+    x = shapes.tokens(64, batch, length).to(device)
+    other = shapes.bridge(module)
+    for block in other.blocks:
+        block.mixer.eager_scan = True
+    model = pl.wrap(module)
+    names = [f"blocks.{layer}.mixer.hook_ssm_state" for layer in range(layers)]
+    needed = ("conv1d.hook_out", "x_proj.hook_out", "dt_proj.hook_out")
+
+    def ours() -> list[Tensor]:
+        with torch.no_grad():
+            _, cache = model.run_with_cache(x, names, return_type=None)
+        return [cache[n] for n in names]
+
+    def scan() -> list[Tensor]:
+        with torch.no_grad():
+            _, cache = other.run_with_cache(x, use_cache=False, names_filter=names)
+        return [cache[n].transpose(1, 2) for n in names]
+
+    def rebuilt() -> list[Tensor]:
+        with torch.no_grad():
+            _, cache = other.run_with_cache(x, use_cache=False, names_filter=lambda n: n.endswith(needed))
+            return [
+                block.mixer.compute_ssm_state(cache, i).transpose(1, 2)
+                for i, block in enumerate(other.blocks)
+            ]
+
+    runs: dict[str, Any] = {OURS: ours, TL + " eager_scan": scan}
+    bytes_of_decay = batch * 2 * width * 16 * length**2 * 4
+    if bytes_of_decay < 2**31:
+        runs[TL + " compute_ssm_state"] = rebuilt
+    trajectory = layers * batch * length * 2 * width * 16 * 4
+
+    def compare(results: dict[str, Any]) -> dict[str, float]:
+        mine = torch.stack(results[OURS])
+        return {name: worst(mine, torch.stack(found)) for name, found in results.items() if name != OURS}
+
+    def memory(results: dict[str, Any]) -> dict[str, float | str]:
+        with PeakMemory() as peak:
+            held = ours()
+        del held
+        return {} if peak.growth is None else {"peak memory over trajectory": peak.growth / trajectory}
+
+    note = f"{layers} layers, d {width}, {batch} × {length}"
+    if len(runs) == 2:
+        note += f"; compute_ssm_state left out: its decay tensor would take {bytes_of_decay / 2**30:.0f} GiB a layer"
+    return Work(runs, compare, {n: 1e-4 for n in runs}, note=note, describe=memory)
+
+
+CASES = [
+    Case("mamba-step", "Mamba forward and backward, whole model", train_step, {DEFAULT: 20.0, MAMBAPY: 8.0}),
+    Case(
+        "ssm-states",
+        "reading every SSM state",
+        states,
+        {TL + " eager_scan": 5.0, TL + " compute_ssm_state": 5.0},
+    ),
+]

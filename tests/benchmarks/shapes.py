@@ -1,0 +1,68 @@
+"""Models of given shapes with random weights, the same for every contender."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def neox(layers: int, width: int, vocab: int, heads: int, seed: int = 0) -> Any:
+    """A GPT-NeoX (the class of Pythia) in eval mode."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    config = GPTNeoXConfig(
+        vocab_size=vocab, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+        intermediate_size=4 * width, max_position_embeddings=2048, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return _seeded(lambda: GPTNeoXForCausalLM(config), seed)
+
+
+def mamba(layers: int, width: int, vocab: int, seed: int = 0, **options: Any) -> Any:
+    """A Mamba in eval mode."""
+    from transformers import MambaConfig, MambaForCausalLM
+
+    config = MambaConfig(
+        vocab_size=vocab, hidden_size=width, num_hidden_layers=layers, state_size=16, expand=2,
+        bos_token_id=0, eos_token_id=0, pad_token_id=0, **options,
+    )  # fmt: skip
+    return _seeded(lambda: MambaForCausalLM(config), seed)
+
+
+def _seeded(build: Any, seed: int) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return build().eval()
+
+
+def bridge(module: nn.Module) -> Any:
+    """A TransformerBridge over a copy of the weights: it rewrites the modules that it is given."""
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+    twin: Any = copy.deepcopy(module)
+    made = build_bridge_from_module(twin, type(twin).__name__, hf_config=twin.config)
+    made.eval()
+    return made
+
+
+def tokens(vocab: int, *shape: int, seed: int = 0) -> Tensor:
+    """Random tokens."""
+    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def spectrum(rows: int, width: int, seed: int = 0) -> Tensor:
+    """Features whose covariance has a power-law spectrum, in a random basis. (rows, width)"""
+    gen = torch.Generator().manual_seed(seed)
+    basis = torch.linalg.qr(torch.randn(width, width, generator=gen)).Q
+    scale = torch.arange(1, width + 1).float() ** -0.5
+    return (torch.randn(rows, width, generator=gen) * scale) @ basis
+
+
+def readable(features: Tensor, classes: int, noise: float, seed: int = 0) -> Tensor:
+    """Class ids that a linear map of standardised features tells in part. (rows,)"""
+    gen = torch.Generator().manual_seed(seed)
+    x = (features - features.mean(0)) / features.std(0)
+    logits = x @ torch.randn(x.shape[1], classes, generator=gen) / x.shape[1] ** 0.5
+    return (logits + noise * torch.randn(logits.shape, generator=gen)).argmax(-1)

@@ -1,0 +1,125 @@
+"""From results to the table of the docs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.harness import OURS
+
+HEAD = """# Benchmarks
+
+How long probelens takes for the work that interpretability does all day, beside the usual way to do it. Every row runs
+all contenders in one process, in turn, on the same weights and inputs, and compares what they return before it times
+them. Times are medians of CPU time; a ratio above 1 means that probelens takes less.
+
+```bash
+pip install -e ".[dev]"
+cd tests
+python -m benchmarks --quick             # small shapes, a few minutes
+python -m benchmarks --size medium       # real shapes where they fit into minutes
+python -m benchmarks                     # everything in full: hours on one core
+python -m benchmarks --only patch-neox   # one row; --list names them
+python -m benchmarks --growth            # how cost grows with size
+```
+
+Results go to `benchmarks.json` (`--out`), where a row that is run again replaces the one before; `--page PAGE` writes
+this page from it. `--device cuda` runs the models on a GPU and measures wall time, for a column of its own.
+"""
+
+
+def markdown(rows: list[dict[str, Any]], growth: list[dict[str, Any]] | None = None) -> str:
+    """The page."""
+    out = [HEAD]
+    for device in dict.fromkeys(r["device"] for r in rows):
+        mine = [r for r in rows if r["device"] == device]
+        if not mine:
+            continue
+        out.append(f"## {'CPU' if device == 'cpu' else device}\n\n{_machine(mine)}\n")
+        out.append("| work | size | probelens | against | its time | ratio | aim | results equal |")
+        out.append("|---|---|---|---|---|---|---|---|")
+        for row in mine:
+            out += _lines(row)
+        out.append("")
+        out += _notes(mine)
+    if growth:
+        out += _growth(growth)
+    return "\n".join(out).rstrip() + "\n"
+
+
+def _machine(rows: list[dict[str, Any]]) -> str:
+    seen: dict[str, None] = {}
+    for row in rows:
+        m = row["machine"]
+        versions = ", ".join(f"{k} {v}" for k, v in m["versions"].items())
+        hardware = m["gpu"] if row["device"] != "cpu" else f"{m['cpu']}, {m['cores']} cores"
+        seen[f"{hardware}, {m['threads']} thread(s), Python {m['python']}, {versions}."] = None
+    return "Machine: " + " ".join(seen)
+
+
+def _lines(row: dict[str, Any]) -> list[str]:
+    lines = []
+    clock = "cpu" if row["device"] == "cpu" else "wall"
+    ours = row["times"][OURS]
+    for i, (name, ratio) in enumerate(row["ratios"].items()):
+        # The aims are for the real shapes.
+        aim = row["aims"].get(name) if row["size"] != "quick" else None
+        shown, wanted, met = f"{ratio:.2f}×" if ratio < 10 else f"{ratio:.0f}×", "", ""
+        if aim is not None and aim > 0:
+            wanted, met = f"≥ {aim:.3g}×", "" if ratio >= aim else " (missed)"
+        elif name == "raw forward":
+            shown = f"costs {1 / ratio:.2f}×"
+        if aim is not None and aim < 0:
+            shown = f"costs {1 / ratio:.2f}×"
+            wanted, met = f"≤ {-aim:.3g}×", "" if 1 / ratio <= -aim else " (missed)"
+        elif row["case"] == "import":
+            shown = f"+{ours[clock] - row['times'][name][clock]:.2f} s"
+            wanted, met = "≤ +0.4 s", "" if ours[clock] - row["times"][name][clock] <= 0.4 else " (missed)"
+        first = [row["what"], row["size"], _seconds(ours[clock])] if i == 0 else ["", "", ""]
+        equal = ("yes" if row["equal"] else "**no**") if i == 0 and row["differences"] else ""
+        cells = [*first, name, _seconds(row["times"][name][clock]), shown + met, wanted, equal]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s"
+
+
+def _number(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.3g}"
+
+
+def _notes(rows: list[dict[str, Any]]) -> list[str]:
+    out = ["Of each row: what it ran, how far the results are apart, and other numbers.", ""]
+    for row in rows:
+        parts = [f"{row['repeats']} runs each"] + ([row["note"]] if row["note"] else [])
+        for key, value in row["differences"].items():
+            limit = row["limits"].get(key)
+            parts.append(f"{key}: {value:.2g}" + ("" if limit is None else f" (allowed {limit:.2g})"))
+        parts += [f"{key}: {_number(value)}" for key, value in row["facts"].items()]
+        out.append(f"- `{row['case']}`: " + "; ".join(parts) + ".")
+    return [*out, ""]
+
+
+def _growth(curves: list[dict[str, Any]]) -> list[str]:
+    out = [
+        "## How cost grows", "", "CPU seconds at each size, and the exponent k of a fit time ∝ size^k. Small shapes.", "",
+        "| work | size | sizes | probelens | k | peer | its times | its k |", "|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for c in curves:
+        ours = ", ".join(_seconds(t) for t in c["times"][OURS])
+        name = next(n for n in c["times"] if n != OURS)
+        theirs = ", ".join(_seconds(t) for t in c["times"][name])
+        sizes = ", ".join(map(str, c["sizes"]))
+        cells = [
+            c["what"],
+            c["axis"],
+            sizes,
+            ours,
+            f"{c['exponents'][OURS]:.2f}",
+            name,
+            theirs,
+            f"{c['exponents'][name]:.2f}",
+        ]
+        out.append("| " + " | ".join(cells) + " |")
+    return [*out, ""]
