@@ -23,6 +23,9 @@ _STATE_SPACE = (
     "MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "Mamba2Mixer", "BambaMixer", "Zamba2MambaMixer",
     "NemotronHMamba2Mixer", "GraniteMoeHybridMambaLayer",
 )  # fmt: skip
+# Before transformers 5.15 these two sum the states of their chunks along the wrong axis on the CPU, so that
+# no correct forward equals theirs; they lost the method named torch_forward when that was mended.
+_MENDED = ("Zamba2MambaMixer", "NemotronHMamba2Mixer")
 _SHARED = ("shared_transformer", "shared_transf")
 
 
@@ -56,7 +59,7 @@ class GenericHF(HFTransformer):
     def _mixer_points(self, prefix: str, path: str, parts: BlockParts) -> list[HookPoint]:
         where = join(path, parts.mixer_out or "")
         mixer = self.module.get_submodule(where)
-        if type(mixer).__name__ in _STATE_SPACE and parts.mixer_scale == 1:
+        if _has_inside(mixer) and parts.mixer_scale == 1:
             return _mamba.mixer_points(self, prefix, where)
         return [
             self.boundary(
@@ -73,7 +76,7 @@ class GenericHF(HFTransformer):
 
     def instrument(self, path: str, tap: Tap) -> contextlib.AbstractContextManager[None]:
         module = self.module.get_submodule(path)
-        if type(module).__name__ in _STATE_SPACE:
+        if _has_inside(module):
             return _mamba.instrumented(module, tap)
         return super().instrument(path, tap)
 
@@ -95,6 +98,11 @@ class GenericHF(HFTransformer):
             )
         with super().starting_at(layer, resid):
             yield
+
+
+def _has_inside(mixer: nn.Module) -> bool:
+    kind = type(mixer).__name__
+    return kind in _STATE_SPACE and not (kind in _MENDED and hasattr(mixer, "torch_forward"))
 
 
 class Generic(Adapter):

@@ -243,7 +243,9 @@ def test_masks_equal_eager_attention_under_padding(name: str, side: str) -> None
 def test_zeroing_hook_conv_equals_a_kernel_and_bias_of_zero(name: str) -> None:
     _, model = wrapped(name)
     x = zoo.tokens()
-    layer = next(p.layer() for p in model.hook_dict.values() if p.name.endswith("hook_conv"))
+    layer = next((p.layer() for p in model.hook_dict.values() if p.name.endswith("hook_conv")), None)
+    if layer is None:
+        pytest.skip("this transformers computes these mixers wrongly, so their inside isn't offered")
     with torch.no_grad():
         by_hook = model.run_with_hooks(x, [(f"blocks.{layer}.mixer.hook_conv", lambda t, hook: t * 0)])
         names = (f"blocks.{layer}.mixer.conv1d.weight", f"blocks.{layer}.mixer.conv1d.bias")

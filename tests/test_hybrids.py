@@ -61,7 +61,10 @@ def test_hooks_in_opts_flattened_mlp_see_batch_and_position() -> None:
 def test_an_edited_state_inside_a_hybrid_reaches_later_positions_only(name: str) -> None:
     raw = zoo.more(name)
     model, x, at = pl.wrap(raw), zoo.tokens(2, 8), 4
-    point = [p for p in model.hook_dict if p.endswith("hook_ssm_state")][-1]
+    points = [p for p in model.hook_dict if p.endswith("hook_ssm_state")]
+    if not points:
+        pytest.skip("this transformers computes these mixers wrongly, so their inside isn't offered")
+    point = points[-1]
     with torch.no_grad():
         _, plain = model.run_with_cache(x, point)
         hook = (point, pl.at(at, lambda t, hook: t + 5))
