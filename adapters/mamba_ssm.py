@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from probelens.adapter import Adapter, ModelConfig, StopForward, swapped_forward
+from probelens.adapter import RESID, Adapter, ModelConfig, StopForward, swapped_forward
 from probelens.adapters import _mamba
 from probelens.adapters._blocks import join
 from probelens.adapters._mamba_ssm_files import load as load_checkpoint
@@ -26,8 +26,6 @@ from probelens.model import HookedModel
 from probelens.ssm import is_mamba2, mamba2_mixer, mamba_mixer
 
 __all__ = ["MambaSSM", "MambaSSMModel", "load_checkpoint"]
-
-RESID = ("batch", "pos", "d_model")
 
 
 class MambaSSMModel(HookedModel):
@@ -101,7 +99,7 @@ class MambaSSM(Adapter):
             # The fused final norm is a function of norm_f's weights, so the points stand in the backbone.
             for i, point in enumerate(points):
                 if point.name.startswith("ln_final."):
-                    points[i] = self.interior(point.name, self.backbone, axes=point.axes)
+                    points[i] = self.interior(point.name, self.backbone, axes=point.axes, note=point.note)
         return points
 
     def block_points(self, layer: int, path: str) -> list[HookPoint]:

@@ -13,15 +13,27 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from probelens.adapter import Adapter, Call, ModelConfig, StopForward, swapped_forward
+from probelens.adapter import (
+    NOTES,
+    RESID,
+    Adapter,
+    Call,
+    ModelConfig,
+    StopForward,
+    swapped_forward,
+)
 from probelens.adapters._hf import is_hf
 from probelens.errors import InputError
 from probelens.hooks import HookPoint, Tap
-from probelens.rnn import rnn_forward
+from probelens.rnn import rnn_forward, rnn_points
 
 __all__ = ["TorchRNN"]
 
-_GATES = {"LSTM": "ifgo", "GRU": "rzn", "RNN_TANH": "", "RNN_RELU": ""}
+_NOTES = {
+    "hook_resid_pre": "input of the layer; an edit reaches this layer and all after it",
+    "hook_resid_post": "output of the layer at every step, directions side by side; an edit reaches the layers "
+    "after it, not the layer's own next step",
+}
 
 
 class TorchRNN(Adapter):
@@ -105,51 +117,39 @@ class TorchRNN(Adapter):
     def points(self) -> list[HookPoint]:
         out: list[HookPoint] = []
         if "embed" in self.parts:
-            out.append(self.boundary("hook_embed", self.parts["embed"], "out"))
+            out.append(self.boundary("hook_embed", self.parts["embed"], "out", note=NOTES["embed"]))
         for layer, (path, _) in enumerate(self.layers):
             out.extend(self.block_points(layer, path))
-        for part, axis in (("ln_final", "d_model"), ("unembed", "d_vocab")):
-            if part in self.parts:
-                where = self.parts[part]
-                out.append(self.boundary(f"{part}.hook_in", where, "in"))
-                out.append(self.boundary(f"{part}.hook_out", where, "out", axes=("batch", "pos", axis)))
-        return out
+        return out + self.readout_points()
 
     def block_points(self, layer: int, path: str) -> list[HookPoint]:
-        rnn = self._rnn(path)
-        prefix = f"blocks.{layer}."
-        axes = ("batch", "pos", "d_model")
-        into, outof = (prefix + "rnn.hook_in",), (prefix + "rnn.hook_out",)
-        if rnn.num_layers == 1:
-            before = self.boundary(
-                prefix + "hook_resid_pre", path, "in", aliases=into, batch_first=rnn.batch_first
-            )
-            after = self.boundary(
-                prefix + "hook_resid_post", path, "out", aliases=outof, batch_first=rnn.batch_first
-            )
-        else:
-            before = self.interior(prefix + "hook_resid_pre", path, axes=axes, aliases=into)
-            after = self.interior(prefix + "hook_resid_post", path, axes=axes, aliases=outof)
-        return [before, *self._inner(prefix, path, rnn), after]
-
-    def _inner(self, prefix: str, path: str, rnn: nn.RNNBase) -> list[HookPoint]:
-        states = ["h", "c"] if rnn.mode == "LSTM" else ["h"]
+        rnn, prefix = self._rnn(path), f"blocks.{layer}."
         points = []
-        for suffix in ("", "_reverse") if rnn.bidirectional else ("",):
-            for gate in _GATES[rnn.mode]:
+        for name, side, alias in (
+            ("hook_resid_pre", "in", "rnn.hook_in"),
+            ("hook_resid_post", "out", "rnn.hook_out"),
+        ):
+            options: dict[str, Any] = {"aliases": (prefix + alias,), "note": _NOTES[name]}
+            if rnn.num_layers == 1:
+                points.append(
+                    self.boundary(prefix + name, path, side, batch_first=rnn.batch_first, **options)
+                )
+            else:
+                points.append(self.interior(prefix + name, path, axes=RESID, **options))
+        before, after = points
+        return [before, *self._inner(prefix, path, self.layers[layer][1]), after]
+
+    def _inner(self, prefix: str, path: str, j: int) -> list[HookPoint]:
+        points = []
+        for name, point in rnn_points(self._rnn(path)).items():
+            owner, _, tail = name.partition(".")
+            if owner == str(j) and tail not in ("hook_in", "hook_out"):
+                reach = "; an edit reaches this step's state and every later one" if "_gate_" in tail else ""
                 points.append(
                     self.interior(
-                        f"{prefix}rnn.hook_gate_{gate}{suffix}", path, axes=("batch", "pos", "d_hidden"), step=True,
-                        note="called once a step; an edit reaches this step's state and every later one",
+                        f"{prefix}rnn.{tail}", path, axes=point.axes, step=point.step, note=point.note + reach
                     )
-                )  # fmt: skip
-            for state in reversed(states):
-                points.append(
-                    self.interior(
-                        f"{prefix}rnn.hook_{state}{suffix}", path, axes=("batch", "pos", "d_hidden"), step=True,
-                        note="called once a step with the state after it; an edit reaches every later step",
-                    )
-                )  # fmt: skip
+                )
         return points
 
     def tap_names(self, path: str) -> dict[str, str]:

@@ -20,11 +20,21 @@ from probelens.errors import InputError, ShapeError
 from probelens.hooks import HookPoint, Site, Switchboard, Tap, attach_to_module, pick, put
 
 if TYPE_CHECKING:
+    from probelens._resume import Resumer
     from probelens.model import HookedModel
 
 __all__ = ["Adapter", "Call", "ModelConfig", "StopForward", "swapped_forward"]
 
 RESID = ("batch", "pos", "d_model")
+NOTES = {
+    "embed": "output of the token embedding, before positions are added to it",
+    "resid_pre": "residual stream entering the block; an edit reaches this block and all after it",
+    "resid_post": "residual stream leaving the block; an edit reaches all blocks after it",
+    "ln_final_in": "residual stream after the last block",
+    "ln_final_out": "residual stream after the final norm",
+    "unembed_in": "what the logits are read from",
+    "unembed_out": "logits; an edit is what the model returns, unless it caps them afterwards",
+}
 
 
 @dataclass
@@ -151,17 +161,25 @@ class Adapter:
         """Every hook point, in the order in which a forward pass reaches them."""
         out: list[HookPoint] = []
         if "embed" in self.parts:
-            out.append(self.boundary("hook_embed", self.parts["embed"], "out"))
+            out.append(self.boundary("hook_embed", self.parts["embed"], "out", note=NOTES["embed"]))
         for layer, path in enumerate(self.blocks):
             prefix = f"blocks.{layer}."
-            out.append(self.boundary(prefix + "hook_resid_pre", path, "in"))
+            out.append(self.boundary(prefix + "hook_resid_pre", path, "in", note=NOTES["resid_pre"]))
             out.extend(self.block_points(layer, path))
-            out.append(self.boundary(prefix + "hook_resid_post", path, "out"))
+            out.append(self.boundary(prefix + "hook_resid_post", path, "out", note=NOTES["resid_post"]))
+        return out + self.readout_points()
+
+    def readout_points(self) -> list[HookPoint]:
+        """Input and output of the final norm and of the unembedding, as far as they exist."""
+        out: list[HookPoint] = []
         for part, axis in (("ln_final", "d_model"), ("unembed", "d_vocab")):
             if part in self.parts:
                 path = self.parts[part]
-                out.append(self.boundary(f"{part}.hook_in", path, "in"))
-                out.append(self.boundary(f"{part}.hook_out", path, "out", axes=("batch", "pos", axis)))
+                into, outof = NOTES[f"{part}_in"], NOTES[f"{part}_out"]
+                out.append(self.boundary(f"{part}.hook_in", path, "in", note=into))
+                out.append(
+                    self.boundary(f"{part}.hook_out", path, "out", axes=("batch", "pos", axis), note=outof)
+                )
         return out
 
     def block_points(self, layer: int, path: str) -> list[HookPoint]:
@@ -315,6 +333,10 @@ class Adapter:
         """
         return False
 
+    def resumer(self, model: HookedModel) -> Resumer | None:
+        """How runs go on from the middle of a sequence, for the engine of sweeps; None where they can't."""
+        return None
+
     def can_skip(self) -> bool:
         """Whether a run can start at or stop before every block, and at the readout after the last."""
         return bool(self.blocks) and ("ln_final" in self.parts or "unembed" in self.parts)
@@ -387,7 +409,9 @@ class Adapter:
         if self._block_outputs is None:
             seen: list[int] = []
             block = self.module.get_submodule(self.blocks[0])
-            handle = block.register_forward_hook(lambda m, a, out: seen.append(len(out) if isinstance(out, tuple) else 0))
+            handle = block.register_forward_hook(
+                lambda m, a, out: seen.append(len(out) if isinstance(out, tuple) else 0)
+            )
             call = self.call(torch.zeros(1, 1, dtype=torch.long, device=self.device()), None, {})
             try:
                 with torch.no_grad(), self.stopping_at(min(1, len(self.blocks))):
