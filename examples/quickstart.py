@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import probelens as pl
-from probelens.experiments import Status, Store, cell_key, run_grid
+from probelens.experiments import RunRecord, Status, Store, cell_key, run_grid
 
 LABELS = {
     "depth": "depth (open brackets, 0 to 10)",
@@ -112,7 +112,10 @@ def run_cell(config: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
         config["arch"], task, seed=config["seed"] + 1000, embedding_std=1.0
     )
     pairs = {
-        name: aligned(task.pairs(40 * config["n_pairs"], config["length"], config["seed"], label="state", kind=kind), config["n_pairs"])
+        name: aligned(
+            task.pairs(40 * config["n_pairs"], config["length"], config["seed"], label="state", kind=kind),
+            config["n_pairs"],
+        )
         for name, kind in (("depth", "depth"), ("top", "type"))
     }
     status.update("measuring, part", 1, 2)
@@ -171,19 +174,47 @@ def run(config: Config, progress: bool = True) -> Path:
         raise pl.InputError(f"archs={config.archs!r}: allowed are {', '.join(NAMES)}")
     store = Store(config.out)
     cells = [config.cell(arch) for arch in config.archs]
-    report = run_grid(run_cell, cells, store, workers=config.workers, progress=progress)
-    if report.failed:
-        text = "\n".join(report.failed.values())
-        raise pl.ProbelensError(
-            f"{len(report.failed)} of {len(cells)} models failed; the others are kept.\n{text}"
-        )
+    record = RunRecord(
+        "quickstart", dataclasses.asdict(config), [cell_key(cell) for cell in cells], versions()
+    )
+    record.save(store.folder)
+    done = run_grid(run_cell, cells, store, workers=config.workers, progress=progress)
+    if done.failed:
+        told = [
+            f"{text.strip().splitlines()[-1]} ({store.cell(key) / 'error.txt'})"
+            for key, text in done.failed.items()
+        ]
+        text = "\n  ".join([f"{len(told)} of {len(cells)} models failed; the others are kept:", *told])
+        raise pl.ProbelensError(text)
+    return report(config, record).parent
+
+
+def report(config: Config, record: RunRecord) -> Path:
+    """Write the table and the report again, from saved results alone.
+
+    Args:
+        config: Settings of the run; its ``out`` is the run folder.
+        record: What the run folder says about itself.
+
+    Returns:
+        The report's file.
+
+    Raises:
+        probelens.StoreError: No model of the run is finished, or its results can't be read.
+    """
     from probelens.examples.quickstart_report import write
     from probelens.results import atomic_path
 
+    store = Store(config.out)
+    finished = [key for key in record.cells if store.done(key)]
+    if not finished:
+        raise pl.StoreError(
+            f"no model in {config.out!r} is finished, so there is nothing to report. Run it first."
+        )
     with atomic_path(store.folder / "rows.parquet") as part:
-        store.all_rows(report.keys).to_parquet(part, index=False)
-    write(store, [(cell, store.cell(cell_key(cell))) for cell in cells], config, versions())
-    return store.folder
+        store.all_rows(finished).to_parquet(part, index=False)
+    cells = [(store.config(key), store.cell(key)) for key in finished]
+    return write(store, cells, config, record.versions)
 
 
 def versions() -> dict[str, str]:

@@ -3,29 +3,57 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import json
+import os
+import re
 import sys
-import types
-import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from probelens import __version__
+from probelens._settings import configure, restore, unknown
 from probelens.errors import InputError, ProbelensError, nearest
 
 __all__ = ["main"]
 
-EPILOG = """examples:
+STATUS = (
+    """exit status: 0 all well, 1 the run failed, 2 the command or its input can't be used, 130 interrupted"""
+)
+
+EPILOG = f"""examples:
   probelens run quickstart                      train two small models, measure them, write report.html
   probelens run quickstart --set seed=1         the same with another seed
-  probelens list                                recipes and their presets
+  probelens list                                recipes, their presets and settings
+  probelens report runs/quickstart              make the report again from the saved results
   probelens hooks EleutherAI/pythia-160m        the hook points of a model (hub id or folder)
   probelens verify EleutherAI/pythia-160m       prove that each of them fires and edits what it should
+  probelens profile MY_MODEL --task dyck        where a model keeps a variable, and whether it uses it
 
-exit status: 0 all well, 1 the run failed, 2 the command can't be understood, 130 interrupted"""
+`probelens COMMAND --help` says more about each command.
+{STATUS}"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """An ArgumentParser that names what was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if wrong:
+            options = re.findall(r"[\w-]+", wrong[2])
+            what = "command" if "COMMAND" in message else "value"
+            message = unknown(what, wrong[1], options)
+        self.exit(2, f"probelens: {message}. Help: {self.prog} --help\n")
+
+    def unrecognized(self, words: Sequence[str]) -> NoReturn:
+        """Refuse options and arguments that the command doesn't have."""
+        options = [o for action in self._actions for o in action.option_strings]
+        near = nearest(words[0].partition("=")[0], options)
+        hint = f" Nearest: {', '.join(near)}" if near else ""
+        self.error(f"{self.prog} doesn't take {' '.join(words)}.{hint}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,101 +63,218 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments; None for those of the process.
 
     Returns:
-        Exit status.
+        Exit status: 0 all well, 1 the run failed, 2 the command or its input can't be used, 130 interrupted.
     """
-    parser = _parser()
-    args = parser.parse_args(argv)
-    if args.command is None:
-        parser.print_help()
-        return 2
+    debug = False
     try:
-        return int(args.do(args))
+        parser, commands = _parser()
+        args, rest = parser.parse_known_args(argv)
+        debug = args.debug
+        if rest:
+            commands.get(args.command, parser).unrecognized(rest)
+        if args.command is None:
+            parser.print_help()
+            return 2
+        status = int(args.do(args))
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print(
             "interrupted; what was finished is kept, and the same command goes on from there", file=sys.stderr
         )
         return 130
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; Python must not try to write the rest when it exits.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except ProbelensError as err:
-        if args.debug:
+        if debug:
             raise
         print(f"probelens: {err}", file=sys.stderr)
         return 2 if isinstance(err, InputError) else 1
-    except BrokenPipeError:
-        return 0
+    except Exception as err:
+        if debug:
+            raise
+        said = f"{type(err).__name__}: {err}" if str(err) else type(err).__name__
+        print(f"probelens: {said}\nAdd --debug to see where it happened.", file=sys.stderr)
+        return 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> tuple[_Parser, dict[str, _Parser]]:
+    parser = _Parser(
         prog="probelens",
         description="Find where a sequence model keeps a variable, and whether it uses it.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"probelens {__version__}")
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.set_defaults(debug=False)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    made: dict[str, _Parser] = {}
 
-    run = commands.add_parser(
-        "run", parents=[common], help="run a recipe", description="Run a recipe by name."
-    )
+    def command(name: str, do: Any, short: str, long: str, examples: str) -> _Parser:
+        made[name] = commands.add_parser(
+            name, help=short, description=long, epilog=f"examples:\n{examples}\n\n{STATUS}", allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        made[name].add_argument(
+            "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+        )
+        made[name].set_defaults(do=do)
+        return made[name]
+
+    run = command(
+        "run", _run, "run a recipe",
+        "Run a recipe: a complete experiment with its report. What is finished already is not run again,\n"
+        "so after an interruption the same command goes on where it stopped.",
+        "  probelens run quickstart\n"
+        "  probelens run quickstart --preset smoke --out /tmp/try       everything once, in seconds\n"
+        "  probelens run quickstart --set archs=gru,mamba --set seed=1\n"
+        "  probelens list                                               all settings and their defaults",
+    )  # fmt: skip
     run.add_argument("recipe", metavar="NAME", help="see `probelens list`")
-    run.add_argument("--preset", default=None, help="a named set of settings of the recipe")
-    run.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="settings",
-        help="change one setting; repeatable",
-    )
-    run.add_argument("--quiet", action="store_true", help="no progress bars")
-    run.set_defaults(do=_run)
+    run.add_argument("--preset", help="a named set of settings of the recipe")
+    _set_option(run, "settings", "--set", "change one setting; repeatable, over the preset's")
+    run.add_argument("--out", metavar="FOLDER", help="run folder; the same as --set out=FOLDER")
+    _output_options(run)
 
-    listing = commands.add_parser("list", parents=[common], help="recipes, their presets and settings")
+    listing = command(
+        "list", _list, "recipes, their presets and settings", "What `probelens run` can run.",
+        "  probelens list\n  probelens list --json",
+    )  # fmt: skip
     listing.add_argument("--json", action="store_true", help="machine-readable")
-    listing.set_defaults(do=_list)
 
-    hooks = commands.add_parser("hooks", parents=[common], help="the hook points of a model")
-    hooks.add_argument("model", metavar="MODEL", help="hub id or folder")
-    hooks.add_argument(
-        "--match", default=None, metavar="GLOB", help="only names that fit, such as 'blocks.0.*'"
+    report = command(
+        "report", _report, "make the report of a run again",
+        "Write rows.parquet and report.html of a run folder again, from its saved results; nothing is run.\n"
+        "Of an interrupted run it shows what is finished.",
+        "  probelens report runs/quickstart",
+    )  # fmt: skip
+    report.add_argument(
+        "folder", metavar="RUN", help="a folder that `probelens run` or `probelens profile` wrote"
     )
-    hooks.add_argument("--json", action="store_true", help="machine-readable")
-    hooks.set_defaults(do=_hooks)
+    report.add_argument("--json", action="store_true", help="machine-readable")
 
-    verify = commands.add_parser(
-        "verify", parents=[common], help="try every hook point of a model",
-        description="Try every hook point of a model: it must fire, an identity edit must change nothing, noise "
-        "must change the output, and another run's residual stream must bring that run's output back. "
-        "Exit status 1 if a point fails.",
+    hooks = command(
+        "hooks", _hooks, "the hook points of a model",
+        "Names, axes and modules of every place at which a model can be read and edited.",
+        "  probelens hooks EleutherAI/pythia-160m\n"
+        "  probelens hooks ./my_model --match 'blocks.0.*'\n"
+        "  probelens hooks ./my_model --json | jq -r '.[].name'",
+    )  # fmt: skip
+    hooks.add_argument("model", metavar="MODEL", help="hub id or folder")
+    hooks.add_argument("--match", metavar="GLOB", help="only names that fit, such as 'blocks.0.*'")
+    hooks.add_argument("--json", action="store_true", help="machine-readable")
+
+    verify = command(
+        "verify", _verify, "try every hook point of a model",
+        "Try every hook point of a model: it must fire, an identity edit must change nothing, noise must\n"
+        "change the output, and another run's residual stream must bring that run's output back. Exit\n"
+        "status 1 if a point fails.",
+        "  probelens verify EleutherAI/pythia-160m\n  probelens verify ./my_model --all",
     )  # fmt: skip
     verify.add_argument("model", metavar="MODEL", help="hub id or folder")
     verify.add_argument("--all", action="store_true", help="list the points that pass, too")
-    verify.add_argument("--json", action="store_true", help="machine-readable")
-    verify.add_argument("--quiet", action="store_true", help="no progress bar")
-    verify.set_defaults(do=_verify)
-    return parser
+    _output_options(verify)
+
+    profile = command(
+        "profile", _profile, "where a model keeps a variable, and whether it uses it",
+        "Probe, ablate and patch every layer of a model that answers a task, and write profile.safetensors,\n"
+        "rows.parquet and report.html. The model's vocabulary must fit the task's. A folder that training\n"
+        "left knows its task; any other model needs --task.",
+        "  probelens profile runs/quickstart/cells/KEY                  the task it was trained on\n"
+        "  probelens profile ./my_model --task dyck --labels depth,top --task-set max_depth=8\n"
+        "  probelens profile ./my_model --task S3 --length 60 --set n_probe=1000\n"
+        "  probelens profile ./my_model --task parity --json | jq .labels.state.verdict",
+    )  # fmt: skip
+    profile.add_argument("model", metavar="MODEL", help="hub id or folder")
+    profile.add_argument("--task", help="parity, dyck, counter, flip_flop, code_depth, or a group such as S3")
+    _set_option(profile, "task_settings", "--task-set", "an argument of the task; repeatable")
+    profile.add_argument(
+        "--labels", metavar="A,B", help="variables to look for; without it what the task asks for"
+    )
+    profile.add_argument("--length", type=int, metavar="N", help="tokens in each sequence (default 40)")
+    _set_option(
+        profile, "settings", "--set", "n_probe, n_ablate, n_pairs, controls, batch_size, seed, …; repeatable"
+    )
+    profile.add_argument("--out", metavar="FOLDER", help="run folder (default runs/profile-MODEL-TASK)")
+    _output_options(profile)
+    return parser, made
+
+
+def _set_option(parser: argparse.ArgumentParser, dest: str, flag: str, text: str) -> None:
+    parser.add_argument(flag, action="append", default=[], metavar="KEY=VALUE", dest=dest, help=text)
+
+
+def _output_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+    parser.add_argument(
+        "--quiet", action="store_true", help="no progress bars; none are shown off a terminal anyway"
+    )
 
 
 def _recipe(name: str) -> Any:
     from probelens.examples import RECIPES
 
     if name not in RECIPES:
-        raise InputError(
-            f"recipe {name!r} not found. Nearest: {nearest(name, RECIPES) or 'none'}. All: {', '.join(RECIPES)}"
-        )
+        raise InputError(unknown("recipe", name, RECIPES))
     return importlib.import_module(RECIPES[name])
+
+
+def _load(name: str) -> Any:
+    from probelens.loading import load
+
+    if not sys.stderr.isatty():
+        # transformers draws its bars everywhere; it reads this when it is imported.
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    return load(name)
+
+
+def _written(folder: Path) -> dict[str, str]:
+    files = {"report": folder / "report.html", "rows": folder / "rows.parquet"}
+    return {"folder": str(folder), **{key: str(path) for key, path in files.items() if path.exists()}}
+
+
+def _show(written: dict[str, Any], as_json: bool) -> int:
+    print(json.dumps(written, indent=2) if as_json else written.get("report", written["folder"]))
+    return 0
 
 
 def _run(args: argparse.Namespace) -> int:
     recipe = _recipe(args.recipe)
-    config = configure(recipe.Config, args.settings, recipe.PRESETS, args.preset)
-    folder = recipe.run(config, progress=not args.quiet)
-    report = Path(folder) / "report.html"
-    print(report if report.exists() else folder)
-    return 0
+    settings = args.settings if args.out is None else [*args.settings, f"out={args.out}"]
+    config = configure(recipe.Config, settings, recipe.PRESETS, args.preset)
+    folder = Path(recipe.run(config, progress=not args.quiet))
+    return _show(_written(folder), args.json)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from probelens import _profile_run
+    from probelens.experiments import RunRecord, Store
+
+    folder = Path(args.folder)
+    record = RunRecord.load(folder)
+    if record.recipe == _profile_run.NAME:
+        _profile_run.report_again(folder)
+        return _show(_written(folder), args.json)
+    recipe = _recipe(record.recipe)
+    if not hasattr(recipe, "report"):
+        raise InputError(
+            f"the recipe {record.recipe!r} can't make its report again. Run it again; what is done is kept"
+        )
+    # The folder may have been moved, and what it says about its place is not to be trusted.
+    config = restore(recipe.Config, {**record.config, "out": str(folder)})
+    recipe.report(config, record)
+    missing = [key for key in record.cells if not Store(folder).done(key)]
+    if missing:
+        print(
+            f"probelens: {len(missing)} of {len(record.cells)} models are not finished and not in the report; "
+            f"`probelens run {record.recipe}` with the same settings goes on",
+            file=sys.stderr,
+        )
+    return _show(_written(folder), args.json)
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -162,23 +307,27 @@ def _list(args: argparse.Namespace) -> int:
 def _hooks(args: argparse.Namespace) -> int:
     import fnmatch
 
-    from probelens.loading import load
-
-    table = load(args.model).hook_points()
+    table = _load(args.model).hook_points()
     if args.match:
-        table = table[[fnmatch.fnmatch(name, args.match) for name in table["name"]]]
+        names = list(table["name"])
+        table = table[[fnmatch.fnmatchcase(name, args.match) for name in names]]
         if table.empty:
-            raise InputError(f"no hook point fits {args.match!r}. Leave --match out to see all of them")
+            near = nearest(args.match, names)
+            hint = f" Nearest: {', '.join(near)}." if near else ""
+            raise InputError(f"no hook point fits {args.match!r}.{hint} Leave --match out to see all of them")
     print(table.to_json(orient="records", indent=2) if args.json else table.to_string(index=False))
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from probelens.loading import load
-
-    report = load(args.model).verify(progress=not args.quiet)
+    report = _load(args.model).verify(progress=not args.quiet)
     if args.json:
-        content = {"model": report.model, "ok": report.ok, "left_behind": report.left_behind, "points": report.rows}
+        content = {
+            "model": report.model,
+            "ok": report.ok,
+            "left_behind": report.left_behind,
+            "points": report.rows,
+        }
         print(json.dumps(content, indent=2))
     else:
         if args.all:
@@ -187,76 +336,34 @@ def _verify(args: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def configure(
-    config: type[Any], settings: Sequence[str], presets: dict[str, dict[str, Any]], preset: str | None = None
-) -> Any:
-    """A recipe's config from its defaults, a preset and ``key=value`` settings.
+def _profile(args: argparse.Namespace) -> int:
+    from probelens import _profile_run
 
-    Args:
-        config: The dataclass.
-        settings: Strings ``key=value``; values are read by the field's type.
-        presets: Named changes.
-        preset: One of them, or None.
-
-    Raises:
-        InputError: An unknown key or preset (with the nearest), or a value of the wrong type.
-
-    Examples:
-        >>> import dataclasses
-        >>> @dataclasses.dataclass
-        ... class Config:
-        ...     seed: int = 0
-        >>> configure(Config, ["seed=3"], {})
-        Config(seed=3)
-    """
-    changes: dict[str, Any] = {}
-    if preset is not None:
-        if preset not in presets:
-            raise InputError(
-                f"preset {preset!r} not found. Nearest: {nearest(preset, presets) or 'none'}. "
-                f"Allowed: {', '.join(presets) or 'none'}"
-            )
-        changes.update(presets[preset])
-    hints = typing.get_type_hints(config)
-    for setting in settings:
-        key, sep, value = setting.partition("=")
-        if not sep:
-            raise InputError(f"--set takes key=value, got {setting!r}")
-        if key not in hints:
-            raise InputError(
-                f"setting {key!r} not found. Nearest: {nearest(key, hints) or 'none'}. Allowed: {', '.join(hints)}"
-            )
-        changes[key] = _parse(key, value, hints[key])
-    try:
-        return config(**changes)
-    except (TypeError, ValueError) as err:
-        if isinstance(err, ProbelensError):
-            raise
-        raise InputError(f"these settings don't go together: {err}") from err
-
-
-def _parse(key: str, value: str, hint: Any) -> Any:
-    origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
-        if value.lower() in ("none", "null", ""):
-            return None
-        return _parse(key, value, next(a for a in typing.get_args(hint) if a is not type(None)))
-    if origin is tuple:
-        inner = typing.get_args(hint)[0]
-        return tuple(_parse(key, part.strip(), inner) for part in value.split(",") if part.strip())
-    if hint is bool:
-        known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-        if value.lower() not in known:
-            raise InputError(f"{key}={value!r}: allowed are true and false")
-        return known[value.lower()]
-    if hint in (int, float):
-        try:
-            return hint(value)
-        except ValueError:
-            raise InputError(
-                f"{key}={value!r} is not {'an integer' if hint is int else 'a number'}"
-            ) from None
-    return value
+    extra = [] if args.length is None else [f"length={args.length}"]
+    settings = configure(_profile_run.ProfileSettings, [*args.settings, *extra], {})
+    labels = (
+        None if args.labels is None else [part.strip() for part in args.labels.split(",") if part.strip()]
+    )
+    model = _load(args.model)
+    task = _profile_run.task_for(model, args.model, args.task, args.task_settings)
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{Path(args.model).name}-{task.name}").strip("-")
+    folder = Path(f"runs/profile-{name}" if args.out is None else args.out)
+    found = _profile_run.profile_model(
+        model, task, folder, settings, labels=labels, source=args.model, progress=not args.quiet
+    )
+    written = _written(folder)
+    if not args.json:
+        for label, index in found.indices.items():
+            print(f"{label}: {index.verdict} ({index.reason})")
+        return _show(written, False)
+    about = {}
+    for label, index in found.indices.items():
+        best = found.probes.best(label)
+        about[label] = {
+            "verdict": index.verdict, "reason": index.reason, "best_layer": best["layer"],
+            "accuracy": best["accuracy"], "baseline": found.baseline[label],
+        }  # fmt: skip
+    return _show({**written, "profile": str(folder / _profile_run.FILE), "labels": about}, True)
 
 
 if __name__ == "__main__":

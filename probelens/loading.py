@@ -73,20 +73,35 @@ def load(
 
     Raises:
         InputError: No such model, or it can't be read.
+        StoreError: A formal model's file that is damaged.
     """
     text = os.fspath(name)
     if not text:
         raise InputError("load() needs a hub id or a folder, got an empty name")
-    folder = Path(text)
-    if folder.is_dir():
+    place = Path(text)
+    if place.exists():
         from probelens import models
 
-        if models.is_checkpoint(folder):
-            module = models.load(folder, device=device)
-            return wrap(module, adapter)
+        configs = ("config.json", "adapter_config.json")
+        if models.is_checkpoint(place) or not any((place / name).is_file() for name in configs):
+            return wrap(models.load(_formal(place), device=device), adapter)
+    elif place.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1 or text.endswith("/"):
+        raise InputError(
+            f"there is no folder {text!r}. Give a folder that holds a model, or a hub id such as 'org/name'"
+        )
     from probelens.adapters._hf import load_pretrained
 
     module, tokenizer = load_pretrained(
         text, device=device, dtype=dtype, trust_remote_code=trust_remote_code, **kw
     )
     return wrap(module, adapter, tokenizer=tokenizer)
+
+
+def _formal(place: Path) -> Path:
+    """The file or folder of a formal model; without one there, nothing to load."""
+    if place.is_dir() and not (place / "model.safetensors").is_file():
+        raise InputError(
+            f"the folder {str(place)!r} holds no model: neither config.json (written by save_pretrained) nor "
+            "model.safetensors (of a formal model)."
+        )
+    return place

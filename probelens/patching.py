@@ -121,12 +121,14 @@ class PatchResult(Result):
             correct_only: As for ``recovery``.
 
         Returns:
-            Lower and upper bounds, each (site, pos).
+            Lower and upper bounds, each (site, pos); NaN where a single example counts.
         """
         from probelens.stats import ratio_of_means
 
         rows = self.kept(correct_only).nonzero().flatten()
-        self._ratio(rows)
+        value = self._ratio(rows)
+        if len(rows) == 1:
+            return torch.full_like(value, torch.nan), torch.full_like(value, torch.nan)
         clean, corrupted = self.clean[rows].double(), self.corrupted[rows].double()
         patched = self.values[:, :, rows].double().movedim(-1, 0)
         top = patched - corrupted[:, None, None] if self.mode == "denoise" else clean[:, None, None] - patched
@@ -252,7 +254,7 @@ def patch(
         UnknownHookError: A site that the model doesn't have.
 
     Source:
-        SCIENCE: denoising ρ = (LD_patch − LD_corr)/(LD_clean − LD_corr), Heimersheim and Nanda 2024,
+        Denoising ρ = (LD_patch − LD_corr)/(LD_clean − LD_corr): Heimersheim and Nanda 2024,
         arXiv 2404.15255; Zhang and Nanda 2024, arXiv 2309.16042.
     """
     if mode not in ("denoise", "noise"):

@@ -12,11 +12,13 @@ import json
 import math
 import os
 import tempfile
+import typing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
+from probelens._types import fits, said
 from probelens.errors import StoreError
 
 if TYPE_CHECKING:
@@ -152,7 +154,7 @@ class Result:
                     f"{str(path)!r} has fields that this version's {cls.__name__} doesn't know: "
                     f"{sorted(set(fields) - known)}. It was written by another version of probelens."
                 )
-            return cls(**{key: _unpack(value, tensors) for key, value in fields.items()})
+            return _build(cls, {key: _unpack(value, tensors) for key, value in fields.items()})
         except StoreError:
             raise
         except Exception as err:
@@ -206,8 +208,21 @@ def _unpack(value: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
         return tuple(_unpack(item, tensors) for item in value["u"])
     content = {key: _unpack(item, tensors) for key, item in value["d"].items()}
     if "r" in value:
-        return _nested(value["r"])(**content)
+        return _build(_nested(value["r"]), content)
     return content
+
+
+def _build(cls: type[_R], fields: dict[str, Any]) -> _R:
+    """The result, if every field is of its declared type: a file may say anything."""
+    hints: dict[str, Any] = {}
+    with contextlib.suppress(NameError):  # a class of the user's own may name types that only it can see
+        hints = typing.get_type_hints(cls)
+    for key, value in fields.items():
+        if key in hints and not fits(value, hints[key]):
+            raise StoreError(
+                f"damaged {cls.__name__}: its field {key!r} holds a {type(value).__name__}, not {said(hints[key])}"
+            )
+    return cls(**fields)
 
 
 def _nested(name: str) -> type[Result]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import multiprocessing
 import os
+import signal
+import threading
+import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +18,12 @@ from typing import Any
 from probelens.errors import InputError
 from probelens.experiments.status import watching
 from probelens.experiments.store import Row, Store, cell_key
+from probelens.results import atomic_path
 
 __all__ = ["GridReport", "RunCell", "run_grid"]
 
+ERROR = "error.txt"
+GRACE = 3.0  # seconds in which interrupted processes may save what they were at
 Config = Mapping[str, Any]
 RunCell = Callable[[Config, Path], "list[Row]"]
 
@@ -62,7 +69,7 @@ def run_grid(
         progress: Show a line for each cell; ``config["name"]`` is what it is called.
 
     Returns:
-        What ran, what was there, what failed and why.
+        What ran, what was there, what failed and why; a failed cell's folder has the traceback in ``error.txt``.
 
     Raises:
         InputError: Two cells with the same config.
@@ -89,10 +96,11 @@ def run_grid(
             context = multiprocessing.get_context("spawn")
             executor = owned = concurrent.futures.ProcessPoolExecutor(workers, mp_context=context)
         try:
-            waiting = {
-                executor.submit(_guarded, run_cell, config, store.folder, key, threads): key
-                for key, config in todo
-            }
+            with _without_interrupts() if owned is not None else contextlib.nullcontext():
+                waiting = {
+                    executor.submit(_guarded, run_cell, config, store.folder, key, threads): key
+                    for key, config in todo
+                }
             for future in concurrent.futures.as_completed(waiting):
                 key = waiting[future]
                 error = future.exception()
@@ -100,10 +108,43 @@ def run_grid(
                     _note(report, key, "".join(traceback.format_exception(error)))
                 else:
                     _note(report, key, future.result()[0])
+        except BaseException:
+            if owned is not None:
+                _stop(owned)
+            raise
         finally:
             if owned is not None:
                 owned.shutdown(wait=True, cancel_futures=True)
     return report
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Ignore Ctrl-C, which the processes started inside inherit: only the one that started them reacts to it.
+
+    Otherwise each of them, hit amid its imports, would print a traceback of its own.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _stop(pool: concurrent.futures.ProcessPoolExecutor) -> None:
+    """End the processes of a pool: a training saves itself on Ctrl-C, everything else may be cut off anywhere."""
+    processes = list((getattr(pool, "_processes", None) or {}).values())
+    pool.shutdown(wait=False, cancel_futures=True)
+    end = time.monotonic() + GRACE
+    try:
+        for process in processes:
+            process.join(max(0.0, end - time.monotonic()))
+    finally:
+        for process in processes:
+            process.terminate()
 
 
 def _note(report: GridReport, key: str, error: str | None) -> None:
@@ -122,10 +163,15 @@ def _guarded(
     if threads is not None:
         torch.set_num_threads(threads)
     store = Store(folder)
+    place = store.cell(key)
     try:
-        place = store.cell(key)
         place.mkdir(parents=True, exist_ok=True)
         store.write(key, config, run_cell(config, place))
     except Exception:
-        return (traceback.format_exc(),)
+        said = traceback.format_exc()
+        with contextlib.suppress(OSError), atomic_path(place / ERROR) as part:
+            part.write_text(said, encoding="utf-8")
+        return (said,)
+    with contextlib.suppress(OSError):
+        (place / ERROR).unlink(missing_ok=True)
     return (None,)

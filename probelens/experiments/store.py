@@ -100,6 +100,23 @@ class Store:
             pd.DataFrame(rows).to_parquet(part, index=False)
         return folder / "rows.parquet"
 
+    def config(self, key: str) -> dict[str, Any]:
+        """The settings of one complete cell.
+
+        Raises:
+            StoreError: The file is missing or damaged.
+        """
+        path = self.cell(key) / "config.json"
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError, RecursionError) as err:
+            raise StoreError(
+                f"{str(path)!r} can't be read: {err}. Remove the cell and run the grid again."
+            ) from err
+        if not isinstance(found, dict):
+            raise StoreError(f"{str(path)!r} is not a cell's config. Remove the cell and run the grid again.")
+        return found
+
     def rows(self, key: str) -> pd.DataFrame:
         """The rows of one complete cell.
 

@@ -89,7 +89,12 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device | None = No
         )
     try:
         model = build(FormalConfig.from_dict(json.loads(header)["config"]))
-        model.load_state_dict(load_file(file))
+        weights, own = load_file(file), model.state_dict()
+        whole = [key for key in own if key in weights and not weights[key].is_floating_point()]
+        if any(own[key].is_floating_point() for key in whole):
+            # torch would turn integers into weights without a word.
+            raise ValueError(f"{whole[0]!r} holds {weights[whole[0]].dtype}")
+        model.load_state_dict(weights)
     except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as err:
         raise StoreError(f"{str(file)!r} does not fit the model it describes: {err}") from err
     return model if device is None else model.to(device)

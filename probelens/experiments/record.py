@@ -1,0 +1,110 @@
+"""What a run folder says about itself: recipe, settings, cells and versions, in ``run.json``.
+
+It is written when a run starts, so a report can be made again from the folder alone, also after an interruption.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from probelens.errors import InputError, StoreError
+from probelens.results import atomic_path
+
+__all__ = ["RunRecord"]
+
+FILE = "run.json"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """How a run folder came about.
+
+    Args:
+        recipe: Name of the recipe.
+        config: Its settings, plain data.
+        cells: Keys of its cells, in order.
+        versions: Versions of what the numbers depend on.
+
+    Examples:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> _ = RunRecord("quickstart", {"seed": 1}).save(folder)
+        >>> RunRecord.load(folder).config
+        {'seed': 1}
+    """
+
+    recipe: str
+    config: dict[str, Any]
+    cells: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write the record into a run folder, whole or not at all.
+
+        Args:
+            folder: The run folder; made when missing.
+
+        Returns:
+            The file written.
+
+        Raises:
+            InputError: Settings that aren't plain data.
+            StoreError: The folder can't be written.
+        """
+        try:
+            text = json.dumps({"format": 1, **asdict(self)}, indent=2, allow_nan=False)
+        except (TypeError, ValueError) as err:
+            raise InputError(
+                f"a run's settings must be plain data (strings, numbers, None, lists): {err}"
+            ) from err
+        path = Path(folder) / FILE
+        with atomic_path(path) as part:
+            part.write_text(text, encoding="utf-8")
+        return path
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> RunRecord:
+        """Read the record of a run folder.
+
+        Args:
+            folder: The run folder.
+
+        Returns:
+            The record.
+
+        Raises:
+            StoreError: No folder, no record in it, or one that is damaged or foreign.
+        """
+        path = Path(folder) / FILE
+        if not path.is_file():
+            what = "has no run.json" if Path(folder).is_dir() else "is not a folder"
+            raise StoreError(
+                f"{str(folder)!r} is not a run folder: it {what}. "
+                "Give the folder that `probelens run` or `probelens profile` wrote."
+            )
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            found = cls(content["recipe"], content["config"], content["cells"], content["versions"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as err:
+            raise StoreError(
+                f"{str(path)!r} is damaged: {type(err).__name__}: {err}. Run the recipe again."
+            ) from err
+        plain = (
+            isinstance(found.recipe, str)
+            and isinstance(found.config, dict)
+            and _strings(found.cells)
+            and isinstance(found.versions, Mapping)
+            and _strings(list(found.versions.values()))
+        )
+        if not plain:
+            raise StoreError(f"{str(path)!r} is not the record of a run. Run the recipe again.")
+        return found
+
+
+def _strings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
