@@ -146,7 +146,12 @@ class ActivationCache(Mapping[str, Tensor]):
         n_layers = self.model.cfg.n_layers if self.model is not None else self._n_layers()
         if self.model is not None:
             full = key if isinstance(key, str) else ""
-            if isinstance(key, tuple) and len(key) > 1 and isinstance(key[1], int) and -n_layers <= key[1] < n_layers:
+            if (
+                isinstance(key, tuple)
+                and len(key) > 1
+                and isinstance(key[1], int)
+                and -n_layers <= key[1] < n_layers
+            ):
                 full = f"blocks.{key[1] % n_layers}.hook_{key[0]}"
             known = self.model.alias(full)
             if known in self.cache_dict and known != full:

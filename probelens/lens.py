@@ -142,13 +142,19 @@ class LensMethods(ModelInputs):
         wanted = self.to_single_token(single_token) if isinstance(single_token, str) else int(single_token)
         found = (tokens.reshape(-1) == wanted).nonzero().flatten().tolist()
         if not found:
-            raise InputError(f"token {single_token!r} doesn't occur in the {tokens.numel()} tokens of the input")
+            raise InputError(
+                f"token {single_token!r} doesn't occur in the {tokens.numel()} tokens of the input"
+            )
         return int(found[0 if mode == "first" else -1])
 
     if TYPE_CHECKING:
 
         def add_hook(
-            self, name: NamesFilter | HookPoint, hook: HookFn, dir: Direction = "fwd", is_permanent: bool = False
+            self,
+            name: NamesFilter | HookPoint,
+            hook: HookFn,
+            dir: Direction = "fwd",
+            is_permanent: bool = False,
         ) -> None: ...
 
         def reset_hooks(

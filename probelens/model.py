@@ -352,7 +352,7 @@ class HookedModel(LensMethods):
         _, fwd, bwd = recorders(points, incl_bwd, device, None, pos_slice, cache, remove_batch_dim)
         return cache, [(e.point.name, e.fn) for e in fwd], [(e.point.name, e.fn) for e in bwd]
 
-    def _wanted(self, names: NamesFilter, start: int | None, stop: int | None) -> list[HookPoint]:
+    def _wanted(self, names: NamesFilter | HookPoint, start: int | None, stop: int | None) -> list[HookPoint]:
         points, explicit = self.match(names)
         if explicit or (start is None and stop is None):
             return points
