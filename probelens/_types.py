@@ -18,6 +18,8 @@ def fits(value: Any, hint: Any) -> bool:
         >>> fits((1, 2), tuple[int, ...]), fits({"a": 1.0}, dict[str, str]), fits(None, int | None)
         (True, False, True)
     """
+    if hint is Any:
+        return True
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, option) for option in inner)
