@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from real_models import mamba_ssm
 from real_models.fetch import or_skip
 from torch import Tensor, nn
@@ -259,6 +260,14 @@ def test_wrapping_imports_nothing_of_the_package_and_takes_the_backbone_alone() 
         assert torch.equal(model(x), pl.wrap(raw).run_with_cache(x)[1]["unembed.hook_in"])
     with pytest.raises(pl.UnknownHookError, match="hook_mixer_out"):
         model.run_with_cache(x, "blocks.0.hook_mlp_out")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_points_are_those_of_transformers_class(kind: str) -> None:
+    theirs = pl.wrap(zoo.build("mamba" if kind == "Mamba1" else "mamba2")).hook_dict
+    ours = pl.wrap(build(kind)).hook_dict
+    assert list(ours) == list(theirs)
+    assert [p.axes for p in ours.values()] == [p.axes for p in theirs.values()]
 
 
 def test_weights_are_edited_under_canonical_names() -> None:

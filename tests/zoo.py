@@ -256,8 +256,10 @@ def more(name: str, seed: int = 0, scale: float = 3.0, **change: Any) -> nn.Modu
         model = _hf(cls, config, **{**options, **change})
         with torch.no_grad():
             for key, p in model.named_parameters():
-                if p.ndim >= 2 and "A_log" not in key:
-                    p.mul_(scale)
+                if key.endswith("dt_bias"):
+                    p.zero_()  # drawn so low that hardly anything is written to the state
+                elif p.ndim >= 2 and "A_log" not in key:
+                    p.mul_(2 * scale if "mamba." in key else scale)
     return model.eval()
 
 
