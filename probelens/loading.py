@@ -61,7 +61,8 @@ def load(
 
     Args:
         name: Hub id such as ``"EleutherAI/pythia-160m"``, a folder written by
-            ``save_pretrained``, or a folder of a formal model of ``probelens.models``.
+            ``save_pretrained``, a folder of a formal model of ``probelens.models``, or any of these
+            with a checkpoint in mamba-ssm's own format, which is read into transformers' class.
         adapter: Name of the adapter; None to find it.
         device: Where the model goes.
         dtype: Dtype to load in; None for the checkpoint's own choice.
