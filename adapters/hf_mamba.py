@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
@@ -11,6 +11,10 @@ from probelens.adapters import _mamba
 from probelens.adapters._blocks import join
 from probelens.adapters._hf import HFAdapter, is_hf
 from probelens.hooks import HookPoint, Tap
+
+if TYPE_CHECKING:
+    from probelens._resume import Resumer
+    from probelens.model import HookedModel
 
 __all__ = ["HFMamba"]
 
@@ -46,6 +50,11 @@ class HFMamba(HFAdapter):
 
     def instrument(self, path: str, tap: Tap) -> contextlib.AbstractContextManager[None]:
         return _mamba.instrumented(self.module.get_submodule(path), tap)
+
+    def resumer(self, model: HookedModel) -> Resumer | None:
+        from probelens.adapters._resume import Recurrent
+
+        return Recurrent.of(model)
 
     def absent(self, name: str) -> str | None:
         if (

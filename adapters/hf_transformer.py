@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -13,6 +13,10 @@ from probelens.adapters import _attention
 from probelens.adapters._blocks import ATTENTION, BlockParts, first_child, join, parts_of, uses_interface
 from probelens.adapters._hf import HFAdapter, is_hf
 from probelens.hooks import HookPoint, Switchboard, Tap, attach_to_module
+
+if TYPE_CHECKING:
+    from probelens._resume import Resumer
+    from probelens.model import HookedModel
 
 __all__ = ["HFTransformer"]
 
@@ -134,11 +138,15 @@ class HFTransformer(HFAdapter):
         return points
 
     def attach(self, board: Switchboard, point: HookPoint) -> Sequence[Any]:
-        layer = point.layer() if point.name.startswith("blocks.") else None
-        if layer is None or self.block_parts[layer].mlp != "":
-            return attach_to_module(board, point)
-        block = self.module.get_submodule(self.blocks[layer])
-        return _attach_unflattened(board, point, block)
+        head, _, tail = point.name.partition(".")[2].partition(".")
+        if (
+            point.name.startswith("blocks.")
+            and head.isdigit()
+            and (tail.startswith("mlp.") or tail in ("hook_mlp_out", "hook_resid_mid"))
+        ):
+            # Some blocks (OPT's) and some mixtures of experts run on (batch · pos, d_model).
+            return _attach_unflattened(board, point, self.module.get_submodule(self.blocks[int(head)]))
+        return attach_to_module(board, point)
 
     def instrumented_paths(self) -> list[str]:
         return list(dict.fromkeys(p.module for p in self.all_points if p.kind == "interior"))
@@ -146,6 +154,11 @@ class HFTransformer(HFAdapter):
     def instrument(self, path: str, tap: Tap) -> contextlib.AbstractContextManager[None]:
         module = self.module.get_submodule(path)
         return _attention.instrumented(module, getattr(module, "config", self.config), tap)
+
+    def resumer(self, model: HookedModel) -> Resumer | None:
+        from probelens.adapters._resume import KeyValues
+
+        return KeyValues.of(model)
 
     def absent(self, name: str) -> str | None:
         head, _, rest = name.partition(".")
@@ -196,7 +209,7 @@ class _Unflattened:
 
 
 def _attach_unflattened(board: Switchboard, point: HookPoint, block: nn.Module) -> list[Any]:
-    """Hooks for blocks that flatten their input to (batch · pos, d_model) for the MLP, as OPT's do."""
+    """Hooks that see (batch, pos, ...) also where a block flattens these two."""
     shapes: dict[int, tuple[int, int]] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

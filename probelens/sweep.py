@@ -2,7 +2,8 @@
 
 Patching, ablation and profiles only describe what to run. The engine runs the unedited model
 once, keeps the residual where an edit begins, starts every condition there, and computes logits
-only where they are read.
+only where they are read. On causal models it also leaves out the positions before the first changed
+one, and runs conditions that begin near each other in one pass.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probelens._suffix import SuffixRuns
 from probelens.errors import InputError, ShapeError
 from probelens.hooks import HookFn, at
 from probelens.model import HookedModel
@@ -78,7 +80,8 @@ class SweepResult:
     Args:
         values: (condition, example, ...)
         base: (example, ...)
-        path: "skip" if runs started at their first edited block, "full" if not.
+        path: "resume" if runs began at their first changed block and position, many in a pass; "skip" if
+            they began at their first edited block; "full" if not.
     """
 
     values: Tensor
@@ -122,6 +125,7 @@ def sweep(
         )
     engine = _Engine(model, tokens, read, attention_mask)
     starts = [engine.start(condition) for condition in conditions]
+    suffix = engine.suffix(conditions, batch_size)
     values: list[list[Tensor]] = [[] for _ in conditions]
     base: list[Tensor] = []
     chunks = torch.arange(len(tokens)).split(batch_size)
@@ -131,18 +135,30 @@ def sweep(
         progress_bar(len(chunks) * (len(conditions) + 1), describe, progress) as bar,
     ):
         for rows in chunks:
-            resids, value = engine.base(rows, {s for s in starts if s is not None})
+            found = suffix.run(rows, bar.update) if suffix is not None else None
+            resids: dict[int, Tensor] = {}
+            if found is None:
+                suffix = None
+                resids, value = engine.base(rows, {s for s in starts if s is not None})
+                found = value, {}
+            value, done = found
             base.append(value)
             bar.update(1)
-            for condition, start, kept in zip(conditions, starts, values, strict=True):
-                kept.append(engine.edited(rows, condition, start, resids))
+            for i, (condition, start, kept) in enumerate(zip(conditions, starts, values, strict=True)):
+                if i in done:
+                    kept.append(done[i])
+                    continue
+                kept.append(
+                    engine.edited(rows, condition, start if start in resids or not start else None, resids)
+                )
                 bar.update(1)
     stacked = (
         torch.stack([torch.cat(kept) for kept in values])
         if conditions
         else torch.empty(0, *torch.cat(base).shape)
     )
-    path = "skip" if any(start is not None for start in starts) else "full"
+    short = "skip" if any(start is not None for start in starts) else "full"
+    path = short if suffix is None else "resume"
     return SweepResult(stacked, torch.cat(base), path)
 
 
@@ -172,6 +188,12 @@ class _Engine:
                 return None
             layers.append(int(name.split(".")[1]))
         return min(layers) if self.short and layers and self.model.chained(min(layers)) else None
+
+    def suffix(self, conditions: Sequence[Condition], batch_size: int) -> SuffixRuns | None:
+        """Runs from the first changed position on, where they are possible and sure to be right."""
+        if not self.short or self.mask is not None:
+            return None
+        return SuffixRuns.of(self.model, self.tokens, self.read, conditions, batch_size)
 
     def base(self, rows: Tensor, starts: set[int]) -> tuple[dict[int, Tensor], Tensor]:
         tokens, mask = self._inputs(rows)

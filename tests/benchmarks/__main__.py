@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 - × is meant
 """The command line of the benchmarks."""
 
 from __future__ import annotations

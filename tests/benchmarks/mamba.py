@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 - × is meant
 """Rows about the scan: a training step against transformers' CPU paths, all states against TransformerLens."""
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def states(size: str, device: str) -> Work:
     note = f"{layers} layers, d {width}, {batch} × {length}"
     if len(runs) == 2:
         note += f"; compute_ssm_state left out: its decay tensor would take {bytes_of_decay / 2**30:.0f} GiB a layer"
-    return Work(runs, compare, {n: 1e-4 for n in runs}, note=note, describe=memory)
+    return Work(runs, compare, dict.fromkeys(runs, 1e-4), note=note, describe=memory)
 
 
 CASES = [

@@ -1,0 +1,200 @@
+"""The engine: runs from the first changed position give what one full run a condition gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import zoo
+
+import probelens as pl
+from probelens import _resume
+from probelens.sweep import Condition, Edit, Read, sweep
+
+N, LENGTH = 5, 12
+RESUMES = ["neox", "neox-sequential", "gpt2", "llama", "mamba", "mamba2"]
+SITES = ["hook_embed", "blocks.0.hook_resid_pre", "blocks.1.hook_resid_pre", "blocks.1.hook_resid_post",
+         "blocks.2.hook_resid_post"]  # fmt: skip
+
+
+def add_at(name: str, pos: int, size: float = 1.0) -> Condition:
+    def fn(tensor: torch.Tensor, hook: Any) -> torch.Tensor:
+        out = tensor.clone()
+        # Not a constant, which a layer norm takes away again.
+        out[:, pos] += size * torch.linspace(-1, 1, tensor.shape[-1]).square()
+        return out
+
+    return Condition((name, pos), (Edit(name, fn),))
+
+
+def last(logits: torch.Tensor) -> torch.Tensor:
+    return logits.flatten(1)
+
+
+def one_by_one(
+    model: pl.HookedModel, x: torch.Tensor, conditions: list[Condition], read: Read
+) -> torch.Tensor:
+    """A full forward for each condition."""
+    rows, out = torch.arange(len(x)), []
+    for c in conditions:
+        with torch.no_grad():
+            logits = model.run_with_hooks(x, [(e.name, e.hook(rows)) for e in c.edits])
+        if read.pos is not None:
+            logits = logits.gather(1, read.pos[..., None].expand(-1, -1, logits.shape[-1]))
+        out.append(read.fn(logits))
+    return torch.stack(out)
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> bool:
+    return bool((got - want).abs().max() <= 1e-5 * want.abs().max())
+
+
+def cells(model: pl.HookedModel) -> list[Condition]:
+    inner = (
+        "blocks.1.hook_mixer_out"
+        if "blocks.1.hook_mixer_out" in model.hook_dict
+        else "blocks.1.hook_attn_out"
+    )
+    inner = inner if inner in model.hook_dict else "blocks.1.mixer.hook_out"
+    return [add_at(name, p) for name in [*SITES, inner] for p in range(LENGTH)]
+
+
+@pytest.mark.parametrize("name", RESUMES)
+def test_runs_from_the_middle_equal_whole_runs(name: str) -> None:
+    model, x = pl.wrap(zoo.build(name)), zoo.tokens(N, LENGTH, seed=3)
+    conditions = cells(model)
+    # Two read positions an example, also before edits, and all positions.
+    several = torch.stack([torch.arange(N) + 2, torch.full((N,), LENGTH - 1)], 1)
+    for read in (Read(last, several), Read(last)):
+        got = sweep(model, x, conditions, read, batch_size=3)
+        assert got.path == "resume"
+        want = one_by_one(model, x, conditions, read)
+        assert close(got.values, want)
+        assert (want - got.base).abs().max() > 1e-2
+        assert close(got.base, one_by_one(model, x, [Condition((), ())], read)[0])
+
+
+@pytest.mark.parametrize("name", ["neox", "mamba"])
+def test_an_edit_after_the_read_position_or_of_nothing_gives_exactly_the_base(name: str) -> None:
+    model, x = pl.wrap(zoo.build(name)), zoo.tokens(N, LENGTH, seed=3)
+    late = [add_at("blocks.1.hook_resid_pre", p) for p in range(6, LENGTH)]
+    nothing = [add_at("blocks.1.hook_resid_pre", p, 0.0) for p in range(LENGTH)]
+    got = sweep(model, x, [*late, *nothing], Read(last, torch.full((N, 1), 5)))
+    assert got.path == "resume"
+    assert torch.equal(got.values, got.base.expand_as(got.values))
+
+
+def test_passes_shared_or_not_and_kept_states_far_apart_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, read = zoo.tokens(N, LENGTH, seed=3), Read(last, torch.full((N, 1), LENGTH - 1))
+    for name in ("neox", "mamba"):
+        model = pl.wrap(zoo.build(name))
+        conditions = cells(model)
+        together = sweep(model, x, conditions, read)
+        monkeypatch.setattr(_resume.Resumer, "overhead", lambda self: 0.0)
+        alone = sweep(model, x, conditions, read)
+        monkeypatch.undo()
+        assert close(together.values, alone.values)
+        assert together.path == alone.path == "resume"
+    from probelens.adapters import _resume as ways
+
+    monkeypatch.setattr(
+        ways, "_BUDGET", 4 * N * ways._state_size(model.module.backbone.layers[0].mixer) * 3 * 4
+    )
+    coarse = sweep(model, x, conditions, read)
+    assert _resume.resumer_of(model).stride == 3  # type: ignore[union-attr]
+    assert coarse.path == "resume"
+    assert close(coarse.values, together.values)
+
+
+def test_edits_of_several_blocks_and_inside_them() -> None:
+    x, read = zoo.tokens(N, LENGTH, seed=3), Read(last)
+    for name, inside in (("neox", "blocks.0.attn.hook_z"), ("mamba", "blocks.0.mixer.hook_ssm_state")):
+        model = pl.wrap(zoo.build(name))
+
+        def double(tensor: torch.Tensor, hook: Any) -> torch.Tensor:
+            return tensor * 2 if hook.pos is None or hook.pos >= 7 else tensor
+
+        joint = [
+            Condition(("joint", p), (*add_at("blocks.0.hook_resid_pre", p).edits, *add_at("blocks.1.hook_resid_post", p).edits))
+            for p in range(4)
+        ]  # fmt: skip
+        limited = Edit("blocks.1.hook_resid_pre", lambda tensor, hook: tensor * 3, pos=(2, 8))
+        conditions = [
+            *joint,
+            Condition(("inside",), (Edit(inside, double),)),
+            Condition((), (limited,)),
+            Condition((), ()),
+        ]
+        got = sweep(model, x, conditions, read)
+        assert got.path == "resume"
+        assert torch.equal(got.values[-1], got.base)
+        assert close(got.values, one_by_one(model, x, conditions, read))
+
+
+@pytest.mark.parametrize("name", list(zoo.DECODERS))
+def test_every_decoder_gives_the_numbers_of_whole_runs(name: str) -> None:
+    model, x = pl.wrap(zoo.more(name)), zoo.tokens(3, LENGTH, seed=3)
+    read = Read(last, torch.full((3, 1), LENGTH - 1))
+    conditions = [
+        add_at(f"blocks.1.hook_{kind}", p) for kind in ("resid_pre", "resid_post") for p in (0, 5, 11)
+    ]
+    got, want = sweep(model, x, conditions, read), one_by_one(model, x, conditions, read)
+    assert close(got.values, want)
+    assert (want - got.base).abs().max() > 1e-4
+
+
+def test_what_is_unusual_runs_the_plain_way_with_the_same_numbers() -> None:
+    x, read = zoo.tokens(N, LENGTH, seed=3), Read(last, torch.full((N, 1), LENGTH - 1))
+    model = pl.wrap(zoo.build("neox"))
+    conditions = cells(model)
+    want = one_by_one(model, x, conditions, read)
+    mask = torch.ones_like(x)
+    assert sweep(model, x, conditions, read, attention_mask=mask).path == "skip"
+    assert sweep(model, x[:, :7], conditions[:3], Read(last)).path != "resume", "short sequences"
+    handle = model.module.gpt_neox.layers[2].register_forward_hook(lambda *a: None)
+    got = sweep(model, x, conditions, read)
+    assert got.path == "skip", "a hook of the user's own may count positions"
+    assert close(got.values, want)
+    handle.remove()
+    assert sweep(model, x, conditions, read).path == "resume"
+    for name in ("gemma2", "lstm", "gru-bidirectional-fused"):
+        other = pl.wrap(zoo.build(name))
+        some = [add_at("blocks.0.hook_resid_pre", p) for p in range(LENGTH)]
+        got = sweep(other, x, some, read)
+        assert got.path != "resume", name
+        assert close(got.values, one_by_one(other, x, some, read))
+
+
+def test_a_resumer_that_gives_other_numbers_is_noticed_and_never_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, read = zoo.tokens(N, LENGTH, seed=3), Read(last, torch.full((N, 1), LENGTH - 1))
+    model = pl.wrap(zoo.build("neox"))
+    conditions = cells(model)
+    from probelens.adapters._resume import KeyValues
+
+    right = KeyValues.tail
+    monkeypatch.setattr(KeyValues, "tail", lambda *a: right(*a) * 1.01)
+    got = sweep(model, x, conditions, read)
+    monkeypatch.undo()
+    assert got.path == "skip"
+    assert close(got.values, one_by_one(model, x, conditions, read))
+    assert sweep(model, x, conditions, read).path == "skip"
+
+
+def test_nothing_stays_on_the_module_after_an_edit_that_fails() -> None:
+    for name in ("neox", "mamba"):
+        model, x = pl.wrap(zoo.build(name)), zoo.tokens(N, LENGTH, seed=3)
+        before = model(x)
+
+        def fail(tensor: torch.Tensor, hook: Any) -> torch.Tensor:
+            raise ValueError("on purpose")
+
+        bad = [Condition((i,), (Edit("blocks.1.hook_resid_pre", fail),)) for i in range(4)]
+        with pytest.raises(ValueError, match="on purpose"):
+            sweep(model, x, bad, Read(last))
+        assert not any("forward" in vars(m) for m in model.module.modules())
+        assert torch.equal(model(x), before)
