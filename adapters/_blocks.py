@@ -24,11 +24,16 @@ _MIDDLE = (
     "post_attention_layernorm", "ln_2", "ln2", "norm_2", "pre_ff_layernorm", "channel_pre_norm", "ffn_norm",
     "pre_mlp_layernorm", "norm_ffn",
 )  # fmt: skip
-# Norms on what an attention and an MLP return, before it joins the residual.
+# What is done to the outputs of attention and MLP before they join the residual: norms mostly.
 _SANDWICH = (
-    ("post_attention_layernorm", "post_feedforward_layernorm"),
     ("post_self_attn_layernorm", "post_mlp_layernorm"),
+    ("post_attention_layernorm", "post_mlp_layernorm"),
+    ("post_attention_layernorm", "post_feedforward_layernorm"),
+    ("post_norm1", "post_norm2"),
+    ("attn_sconv", "mlp_sconv"),
 )
+_WEIGHED = ("attn_alpha_factor", "mlp_alpha_factor", "attn_residual_add_idx")
+_NORM_AFTER = ("bart", "blenderbot-small", "marian", "mvp", "plbart", "trocr", "openai-gpt")
 _PARALLEL_TYPES = ("gptj", "codegen", "phi", "cohere", "cohere2", "cohere2_moe")
 
 
@@ -101,8 +106,11 @@ def parallel(block: nn.Module, config: Any) -> bool:
 
 def uses_interface(attention: nn.Module) -> bool:
     """Whether an attention calls transformers' attention interface, so that ours can take its place."""
-    forward = inspect.unwrap(type(attention).forward)
-    return "ALL_ATTENTION_FUNCTIONS" in getattr(getattr(forward, "__code__", None), "co_names", ())
+    code = getattr(inspect.unwrap(type(attention).forward), "__code__", None)
+    if "position_bias" in getattr(code, "co_varnames", ()):
+        # Added to the scores inside the kernel, where our function doesn't add it.
+        return False
+    return "ALL_ATTENTION_FUNCTIONS" in getattr(code, "co_names", ())
 
 
 def parts_of(block: nn.Module, config: Any) -> BlockParts:
@@ -186,10 +194,23 @@ def _scales(block: nn.Module, config: Any) -> dict[str, float]:
     return scales
 
 
+def _no_sums(block: nn.Module, config: Any) -> str | None:
+    """Why the parts of a block don't simply add to its residual, or None."""
+    kind = f"blocks of this model ({type(block).__name__})"
+    if any(hasattr(block, name) for name in _WEIGHED):
+        return f"{kind} weigh their residual anew at every sum, so nothing is simply added to it"
+    if hasattr(block, "attn_hc"):
+        return f"{kind} keep several residual streams and mix them, so nothing is simply added to one"
+    late = getattr(block, "do_layer_norm_before", True) is False
+    if late or str(getattr(config, "model_type", "")) in _NORM_AFTER:
+        return f"{kind} norm every sum, so nothing is simply added to the residual"
+    return None
+
+
 def _order(block: nn.Module, config: Any, found: dict[str, Any]) -> None:
     """Which modules' outputs join the residual, and who reads it in between."""
-    if hasattr(block, "attn_alpha_factor") or hasattr(block, "mlp_alpha_factor"):
-        reason = f"a {type(block).__name__} weighs its residual anew at every sum, so nothing is simply added to it"
+    reason = _no_sums(block, config)
+    if reason is not None:
         found.update(attn_out=None, mixer_out=found["mixer"] or found["attention"], mlp_out=None)
         found["absent"] |= dict.fromkeys(("hook_attn_out", "hook_mlp_out", "hook_resid_mid"), reason)
         return
@@ -199,28 +220,16 @@ def _order(block: nn.Module, config: Any, found: dict[str, Any]) -> None:
             "so no residual exists between them; use hook_resid_pre, hook_attn_out or hook_mlp_out"
         )
         return
-    if getattr(block, "do_layer_norm_before", True) is False:
-        found.update(attn_out=None, mlp_out=None)
-        reason = (
-            f"this {type(block).__name__} norms every sum (do_layer_norm_before=False), "
-            "so nothing is simply added to the residual"
-        )
-        found["absent"] |= dict.fromkeys(("hook_attn_out", "hook_mlp_out", "hook_resid_mid"), reason)
-        return
     if all(first_child(block, (name,)) for name in ("block_sparse_moe", "shared_mlp")):
         found.update(mlp_out=None)
         found["absent"]["hook_mlp_out"] = (
             "what this block adds is the sum of two MLPs, block_sparse_moe and shared_mlp"
         )
     for after_attention, after_mlp in _SANDWICH:
-        if first_child(block, (after_mlp,)):
+        if first_child(block, (after_mlp,)) and first_child(block, (after_attention,)):
             found.update(attn_out=after_attention if found["attention"] else None, mlp_out=after_mlp)
-            middle = (
-                ("pre_feedforward_layernorm",)
-                if after_attention == "post_attention_layernorm"
-                else _MIDDLE[:1]
-            )
-            found["middle"] = first_child(block, (*middle, *MLP))
+            middle = ("pre_feedforward_layernorm", "pre_mlp_layernorm", "post_attention_layernorm", *MLP)
+            found["middle"] = first_child(block, [name for name in middle if name != after_attention])
             return
     if found.get("mlp") is None:
         return

@@ -167,6 +167,21 @@ DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "stablelm": ("StableLmForCausalLM", "StableLmConfig", _GQA),
     "granite": ("GraniteForCausalLM", "GraniteConfig", {**_GQA, "residual_multiplier": 0.5}),
     "glm4": ("Glm4ForCausalLM", "Glm4Config", {**_GQA, "head_dim": 4}),
+    "llama4": (
+        "Llama4ForCausalLM", "Llama4TextConfig",
+        {
+            **_GQA, "head_dim": 4, "intermediate_size_mlp": 32, "num_local_experts": 4, "num_experts_per_tok": 1,
+            "attention_chunk_size": 4,
+        },
+    ),
+    "bart": (
+        "BartForCausalLM", "BartConfig",
+        {
+            "vocab_size": VOCAB, "d_model": WIDTH, "decoder_layers": LAYERS, "decoder_attention_heads": HEADS,
+            "decoder_ffn_dim": 32, "max_position_embeddings": 64, "is_decoder": True, "is_encoder_decoder": False,
+            "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1, "forced_eos_token_id": None,
+        },
+    ),
     "gpt-oss": (
         "GptOssForCausalLM", "GptOssConfig",
         {
