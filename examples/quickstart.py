@@ -151,7 +151,8 @@ def tidy(config: Mapping[str, Any], training: Any, behaviour: Any, found: pl.Pro
                 # A model that answers no pair has no recovery to report; the row says so.
                 records = [{"problem": str(err)}]
             extra = {"pairs": name} if name else {}
-            rows += [{"model": config["name"], "kind": kind, **extra, **record} for record in records]
+            # A table may have a column of that name itself; here it says which table the row is from.
+            rows += [{"model": config["name"], **extra, **record, "kind": kind} for record in records]
     return rows
 
 

@@ -180,8 +180,9 @@ def rows(found: Profile) -> list[dict[str, Any]]:
         except MetricError as err:
             # A model that answers no pair has no recovery to report; the row says so.
             records = [{"problem": str(err)}]
+        # A table may have a column `kind` of its own; here it says which table the row is from.
         extra = {"pairs": name} if name else {}
-        out += [{"model": found.model, "kind": kind, **extra, **record} for record in records]
+        out += [{**extra, **record, "model": found.model, "kind": kind} for record in records]
     return out
 
 

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from probelens.ablation import AblationResult, ablate
 from probelens.collect import collect
 from probelens.errors import InputError
-from probelens.indices import ProfileIndices, profile_indices
+from probelens.indices import READABLE, SOLVED, ProfileIndices, profile_indices
 from probelens.model import HookedModel
 from probelens.patching import PatchResult, patch
 from probelens.probing import ProbeResult, probe
@@ -160,9 +161,11 @@ def profile(
     for label in labels:
         row = probes.row(probes.sites[0], label)
         baseline[label] = max(row[k] for k in ("majority", "position", "last_w") if row.get(k) is not None)
-        indices[label] = profile_indices(
-            probes.sequences(label)[None], baseline[label], solved=behaviour["late"], seed=seed
-        )
+        scores = probes.sequences(label)
+        if scores.shape[-1] < 3:
+            indices[label] = _shallow(scores, baseline[label], behaviour["late"])
+            continue
+        indices[label] = profile_indices(scores[None], baseline[label], solved=behaviour["late"], seed=seed)
     return Profile(
         probes,
         ablations,
@@ -174,6 +177,22 @@ def profile(
         length,
         model.cfg.model_name,
     )
+
+
+def _shallow(scores: Tensor, baseline: float, solved: float) -> ProfileIndices:
+    """What can be said of a model of one block: where the variable is, but not how it grows over layers."""
+    accuracy = scores.double().mean(0)
+    scale = max(1.0 - baseline, 1e-12)
+    readability = ((accuracy - baseline) / scale).clamp(min=0.0).cummax(-1).values
+    learned = solved >= SOLVED and float(readability[-1]) >= READABLE
+    verdict, why = "undetermined", "a model of one block has no profile over layers"
+    if not learned:
+        verdict, why = (
+            "not learned",
+            f"accuracy {solved:.3f}, needed {SOLVED}; R {readability[-1]:.3f}, needed {READABLE}",
+        )
+    bases = torch.tensor([baseline], dtype=torch.float64)
+    return ProfileIndices(verdict, why, None, accuracy, readability, bases, (learned,), (verdict,))
 
 
 def _behaviour(model: HookedModel, batch: Any, target: str, batch_size: int) -> dict[str, float]:

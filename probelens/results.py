@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
-__all__ = ["Result", "atomic_path"]
+__all__ = ["Result", "atomic_path", "write_tensors"]
 
 _KEY = "probelens"
 _SEP = "\x1f"
@@ -78,6 +78,24 @@ def atomic_path(path: str | os.PathLike[str]) -> Any:
         part.unlink(missing_ok=True)
 
 
+def write_tensors(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict[str, str]) -> Path:
+    """Write one safetensors file, whole or not at all.
+
+    Raises:
+        StoreError: The folder can't be written, or the disk is full.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    with atomic_path(path) as part:
+        try:
+            save_file(tensors, part, metadata=header)
+        except SafetensorError as err:
+            # safetensors wraps what the system says, such as a full disk, in an error of its own.
+            raise OSError(str(err)) from err
+    return Path(path)
+
+
 class Result:
     """Mixin for the frozen dataclasses that primitives return.
 
@@ -105,17 +123,13 @@ class Result:
         Raises:
             StoreError: The folder can't be written, or a field holds something that isn't data.
         """
-        from safetensors.torch import save_file
-
         tensors: dict[str, Tensor] = {}
         fields = {
             f.name: _pack(getattr(self, f.name), f.name, tensors)
             for f in dataclasses.fields(self)  # type: ignore[arg-type]
         }
         header = {_KEY: json.dumps({"class": type(self).__name__, "format": 1, "fields": fields})}
-        with atomic_path(path) as part:
-            save_file(tensors, part, metadata=header)
-        return Path(path)
+        return write_tensors(path, tensors, header)
 
     @classmethod
     def load(cls: type[_R], path: str | os.PathLike[str]) -> _R:
@@ -158,7 +172,8 @@ class Result:
         except StoreError:
             raise
         except Exception as err:
-            raise StoreError(f"{str(path)!r} is damaged: {type(err).__name__}: {err}") from err
+            said_why = str(err)[:300]
+            raise StoreError(f"{str(path)!r} is damaged: {type(err).__name__}: {said_why}") from err
 
 
 def _pack(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
@@ -219,8 +234,8 @@ def _build(cls: type[_R], fields: dict[str, Any]) -> _R:
         hints = typing.get_type_hints(cls)
     for key, value in fields.items():
         if key in hints and not fits(value, hints[key]):
-            raise StoreError(
-                f"damaged {cls.__name__}: its field {key!r} holds a {type(value).__name__}, not {said(hints[key])}"
+            raise ValueError(
+                f"{cls.__name__}.{key} must be {said(hints[key])}, and the file has a {type(value).__name__}"
             )
     return cls(**fields)
 
@@ -234,7 +249,7 @@ def _nested(name: str) -> type[Result]:
         importlib.import_module(module)
     found = [c for c in _subclasses(Result) if c.__module__ == module and c.__name__ == cls]
     if not found:
-        raise StoreError(f"unknown nested result class {name!r}")
+        raise ValueError(f"unknown class of result {name!r}")
     return found[0]
 
 

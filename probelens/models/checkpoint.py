@@ -12,7 +12,7 @@ from torch import nn
 from probelens.errors import InputError, StoreError
 from probelens.models.build import build, config_of
 from probelens.models.config import FormalConfig
-from probelens.results import atomic_path
+from probelens.results import write_tensors
 
 __all__ = ["is_checkpoint", "load", "save"]
 
@@ -33,8 +33,6 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
         InputError: The model was not made by `build`, so its config is unknown.
         StoreError: The folder can't be written.
     """
-    from safetensors.torch import save_file
-
     config = config_of(model)
     if config is None:
         raise InputError(
@@ -43,9 +41,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
         )
     # Copies: safetensors refuses tensors that share storage.
     tensors = {key: value.detach().cpu().clone().contiguous() for key, value in model.state_dict().items()}
-    with atomic_path(path) as part:
-        save_file(tensors, part, metadata={_KEY: json.dumps({"format": 1, "config": config.to_dict()})})
-    return Path(path)
+    return write_tensors(path, tensors, {_KEY: json.dumps({"format": 1, "config": config.to_dict()})})
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
