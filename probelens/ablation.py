@@ -38,10 +38,12 @@ class AblationResult(Result):
 
     Args:
         rows: One a site, condition and draw: site, layer, label, condition ("target", "random",
-            "random_matched", "pca"), draw, rank, alpha, value, clean, drop (clean − value), lo, hi,
-            damage; on targets also effect, effect_lo, effect_hi, effect_against (the control that
-            it is measured from), control_problem (why there are no matched controls, or None),
-            verdict, and of the refit: probe_accuracy, refit_accuracy, refit_mlp_accuracy,
+            "random_matched", "pca"), draw, rank, alpha, chance, value, clean, drop (clean − value), lo,
+            hi, damage; on targets also effect, effect_lo, effect_hi, effect_against (the control that
+            it is measured from), effect_p (share of its draws that cost as much, the subspace
+            counted among them), damage_random, damage_random_matched, damage_pca (means over the
+            draws), control_overlap (share of the subspace that the matched controls share),
+            control_problem (why there are none, or None), verdict, and of the refit: probe_accuracy, refit_accuracy, refit_mlp_accuracy,
             refit_position_accuracy (a probe at each position), majority, position_baseline,
             baseline (the larger of the two).
         values: The metric of each example under each row's condition. (row, example)

@@ -1,0 +1,328 @@
+"""What every ablation shares: subspaces with their controls, one run for all of them, and scores for each row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from probelens.errors import InputError, MetricError, ShapeError
+from probelens.points import HookPoint
+from probelens.sites import layer_of
+from probelens.sweep import Condition, Edit, Read, sweep
+
+if TYPE_CHECKING:
+    from probelens.collect import Activations
+    from probelens.model import HookedModel
+    from probelens.subspaces import Eraser, Subspace
+
+__all__ = [
+    "CONTROLS",
+    "Control",
+    "Drawn",
+    "Metric",
+    "Runs",
+    "accuracy_chance",
+    "draw",
+    "label_of",
+    "run",
+    "score",
+]
+
+Metric = Literal["accuracy", "next_token_loss"] | Callable[..., Tensor]
+Control = Literal["random", "random_matched", "pca"]
+CONTROLS: tuple[Control, ...] = ("random", "random_matched", "pca")
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """A subspace to remove at one site: the one asked for ("target") or a draw of a control.
+
+    Args:
+        about: site, layer, label, condition, draw, rank; on targets also control_overlap, how much
+            of the subspace the matched controls share (0 to 1), and control_problem, the reason why
+            they could not be drawn; either may be None.
+        space: What to remove; None where there is nothing.
+    """
+
+    about: dict[str, Any]
+    space: Subspace | Eraser | None
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """The metric of every row, example and position.
+
+    Args:
+        values: (row, example, pos)
+        clean: The same without ablation. (example, pos)
+        scored: Where the metric counts. (example, pos)
+        path: How the engine ran.
+    """
+
+    values: Tensor
+    clean: Tensor
+    scored: Tensor
+    path: str
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def label_of(batch: Any, label: str | None, what: str) -> str:
+    """The label meant, which may be left out where there is one."""
+    known = list(batch.labels)
+    if label is None and len(known) == 1:
+        return str(known[0])
+    if label not in known:
+        raise InputError(f"{what}={label!r}: the batch has the labels {known}. Give one of them.")
+    return str(label)
+
+
+def draw(
+    model: HookedModel, acts: Activations, mask: Tensor, spaces: Mapping[str, Subspace | Eraser], label: str,
+    kinds: Sequence[str], controls: int, seed: int,
+) -> list[Drawn]:  # fmt: skip
+    """Each site's subspace and its controls."""
+    unknown = [k for k in kinds if k not in CONTROLS]
+    if unknown:
+        raise InputError(f"control {unknown[0]!r} is not known. Allowed: {', '.join(map(repr, CONTROLS))}")
+    out: list[Drawn] = []
+    for name, space in spaces.items():
+        if acts[name].ndim != 3:
+            raise ShapeError(
+                f"{name!r} has activations {tuple(acts[name].shape)}; a subspace is removed from (example, pos, d). "
+                "Choose a point without further axes, or ablate_component() for heads and states."
+            )
+        real = acts[name][mask]
+        if real.shape[-1] != space.d:
+            raise ShapeError(
+                f"the subspace for {name!r} has width {space.d}, the activations there have {real.shape[-1]}"
+            )
+        site = {"site": name, "layer": layer_of(name, model.cfg.n_layers), "label": label}
+        drawn, problem = _controls(space, real, kinds, controls, seed)
+        about = {**site, "condition": "target", "draw": 0, "rank": space.rank}
+        about.update(control_overlap=_overlap(space, drawn), control_problem=problem)
+        out.append(Drawn(about, space if space.rank else None))
+        out += [Drawn({**site, "condition": kind, "draw": i, "rank": q.rank}, q) for kind, i, q in drawn]
+    return out
+
+
+def _controls(
+    space: Subspace | Eraser, real: Tensor, kinds: Sequence[str], controls: int, seed: int
+) -> tuple[list[tuple[str, int, Subspace]], str | None]:
+    from probelens import subspaces as make
+
+    out: list[tuple[str, int, Subspace]] = []
+    problem: str | None = None
+    if not controls or not kinds or not space.rank:
+        return out, None if space.rank else "the subspace is empty, so there is nothing to compare with"
+    mean, covariance = make.moments(real)
+    if "random" in kinds:
+        out += [
+            ("random", i, make.random(space.rank, space.d, seed=seed * 1000 + i, mean=mean))
+            for i in range(controls)
+        ]
+    if "random_matched" in kinds:
+        try:
+            matched = make.random_matched(space, covariance, n=controls, seed=seed, mean=mean)
+            out += [("random_matched", i, q) for i, q in enumerate(matched)]
+        except InputError as err:
+            problem = str(err)
+    if "pca" in kinds:
+        out.append(("pca", 0, make.top_pca(space.rank, covariance, mean)))
+    return out, problem
+
+
+def _overlap(space: Subspace | Eraser, drawn: Sequence[tuple[str, int, Subspace]]) -> float | None:
+    from probelens.subspaces import Subspace
+
+    matched = [q for kind, _, q in drawn if kind == "random_matched"]
+    if not matched:
+        return None
+    if not isinstance(space, Subspace):
+        space = Subspace(torch.linalg.qr(space.left).Q.mT, space.mean)
+    return sum(space.overlap(q) for q in matched) / len(matched)
+
+
+def run(
+    model: HookedModel, batch: Any, drawn: Sequence[Drawn], metric: Metric, target: str, alpha: float, batch_size: int,
+    progress: bool = False,
+) -> Runs:  # fmt: skip
+    """Run every ablation on every sequence."""
+    conditions = [
+        Condition(
+            (d.about["site"], d.about["condition"], d.about["draw"]),
+            () if d.space is None or alpha == 0 else (_edit(d.about["site"], d.space, alpha, batch.mask),),
+        )
+        for d in drawn
+    ]
+    found = sweep(
+        model, batch.tokens, conditions, reader(batch, metric, target), batch_size=batch_size,
+        attention_mask=getattr(batch, "attention_mask", None), progress=progress, describe="ablations",
+    )  # fmt: skip
+    return Runs(found.values, found.base, scored_positions(batch, metric), found.path)
+
+
+def scored_positions(batch: Any, metric: Metric) -> Tensor:
+    """Where the metric counts. (example, pos)"""
+    scored: Tensor = batch.mask.clone()
+    if metric == "next_token_loss":
+        # A loss stands where its token is predicted, so the next one must be real.
+        scored[:, -1] = False
+        scored[:, :-1] &= batch.mask[:, 1:]
+    return scored
+
+
+def reader(batch: Any, metric: Metric, target: str) -> Read:
+    """What the engine keeps of each run: the metric at each position."""
+    data = {"tokens": batch.tokens, "mask": batch.mask}
+    if metric == "accuracy":
+        data = {**data, "answer": batch.labels[target]}
+    elif callable(metric):
+        data = {**data, **batch.labels}
+    return Read(_metric(metric, target), None, data)
+
+
+def score(
+    rows: list[dict[str, Any]], runs: Runs, scored: Tensor, chance: float | None, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Write value, drop, its interval, damage and, on targets, the effect into the rows.
+
+    Args:
+        rows: One for each of ``runs.values``.
+        runs: What was measured.
+        scored: Where to count. (example, pos)
+        chance: What guessing gets, for an accuracy.
+        seed: Of the intervals.
+
+    Returns:
+        The metric of each example that counts, under each row and without ablation: (row, example)
+        and (example,).
+    """
+    from probelens.stats import hierarchical_bootstrap
+
+    keep = scored.any(1)
+    if not bool(keep.any()):
+        raise InputError(
+            "no position is scored: the mask is False everywhere, or the sequences are too short"
+        )
+    weight = scored.double() / scored.double().sum(1, keepdim=True).clamp_min(1)
+    values = (runs.values.double() * weight).sum(-1)[:, keep]
+    clean = (runs.clean.double() * weight).sum(-1)[keep]
+    # One bootstrap over examples for every row at once: the examples are the same in all of them.
+    found = hierarchical_bootstrap((clean - values).T[None], seed=seed, n_draws=1000)
+    room = clean.mean().item() - (chance if chance is not None else 0.0)
+    for i, row in enumerate(rows):
+        drop = found.estimate[i].item()
+        row.update(
+            chance=chance,
+            value=values[i].mean().item(), clean=clean.mean().item(), drop=drop, lo=found.low[i].item(),
+            hi=found.high[i].item(), damage=drop / room if chance is not None and room > 0 else None,
+        )  # fmt: skip
+    _effects(rows, values, clean, chance, seed)
+    return values, clean
+
+
+def _effects(
+    rows: list[dict[str, Any]], values: Tensor, clean: Tensor, chance: float | None, seed: int
+) -> None:
+    """N = D of the subspace − mean D of the controls that remove equal variance, paired over examples."""
+    from probelens.stats import ratio_of_means
+
+    for i, row in enumerate(rows):
+        if row.get("condition") != "target":
+            continue
+        row.update(effect=None, effect_lo=None, effect_hi=None, effect_against=None, effect_p=None)
+        for kind in CONTROLS:
+            found_damage = [
+                r["damage"]
+                for r in rows
+                if (r["site"], r["condition"]) == (row["site"], kind) and r["damage"] is not None
+            ]
+            row[f"damage_{kind}"] = sum(found_damage) / len(found_damage) if found_damage else None
+        # Without a chance level there is no scale, and the effect is in the metric's own unit.
+        room = torch.ones_like(clean) if chance is None else clean - chance
+        for kind in ("random_matched", "random"):
+            mine = [j for j, r in enumerate(rows) if r["site"] == row["site"] and r["condition"] == kind]
+            if mine and room.mean() > 0:
+                found = ratio_of_means(
+                    (values[mine].mean(0) - values[i])[None], room[None], seed=seed, n_draws=1000
+                )
+                row.update(
+                    effect=found.estimate.item(), effect_lo=found.low.item(), effect_hi=found.high.item(),
+                    effect_against=kind,
+                    # The interval is over examples; how much control draws differ is asked apart.
+                    effect_p=(1 + sum(rows[j]["drop"] >= row["drop"] for j in mine)) / (1 + len(mine)),
+                )  # fmt: skip
+                break
+
+
+def accuracy_chance(batch: Any, target: str, metric: Metric, scored: Tensor | None = None) -> float | None:
+    """What always guessing the most frequent answer gets; None for a metric that is no accuracy."""
+    if metric != "accuracy":
+        return None
+    counts = torch.bincount(batch.labels[target][batch.mask if scored is None else scored])
+    return (counts.max() / counts.sum()).item()
+
+
+def remove(space: Subspace | Eraser, alpha: float = 1.0) -> Callable[[Tensor], Tensor]:
+    """The map x → x + α (x without the subspace − x)."""
+    from probelens.subspaces import Subspace
+
+    full = space.project_out if isinstance(space, Subspace) else space
+
+    def fn(x: Tensor) -> Tensor:
+        new = full(x)
+        return new if alpha == 1 else x + alpha * (new - x)
+
+    return fn
+
+
+def _edit(name: str, space: Subspace | Eraser, alpha: float, mask: Tensor) -> Edit:
+    change = remove(space, alpha)
+
+    def fn(tensor: Tensor, hook: HookPoint, mask: Tensor) -> Tensor:
+        where = mask if hook.pos is None else mask[:, hook.pos]
+        return torch.where(where.to(tensor.device)[..., None], change(tensor), tensor)
+
+    return Edit(name, fn, {"mask": mask})
+
+
+def _metric(metric: Metric, target: str) -> Callable[..., Tensor]:
+    if callable(metric):
+        given = metric
+
+        def custom(logits: Tensor, **data: Tensor) -> Tensor:
+            value = given(logits, **data)
+            if not isinstance(value, Tensor) or value.shape != logits.shape[:2]:
+                raise ShapeError(
+                    f"metric must return one value a position, {tuple(logits.shape[:2])}, got "
+                    f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__}"
+                )
+            return value.float()
+
+        return custom
+    if metric == "accuracy":
+
+        def accuracy(logits: Tensor, answer: Tensor, mask: Tensor, tokens: Tensor) -> Tensor:
+            high = int(answer[mask].max()) if bool(mask.any()) else 0
+            if high >= logits.shape[-1]:
+                raise MetricError(
+                    f"label {target!r} has class {high}, but the model has {logits.shape[-1]} logits. "
+                    'Give target= the label that the model answers with, or metric="next_token_loss".'
+                )
+            return (logits.argmax(-1) == answer).float()
+
+        return accuracy
+    if metric == "next_token_loss":
+
+        def loss(logits: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
+            values = torch.nn.functional.cross_entropy(
+                logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
+            )
+            return torch.nn.functional.pad(values.reshape(len(tokens), -1), (0, 1))
+
+        return loss
+    raise InputError(f"metric {metric!r} is not known. Allowed: 'accuracy', 'next_token_loss', or a function")

@@ -1,0 +1,166 @@
+"""What can still be read after an ablation: by a linear probe, by a small MLP, and at each position by itself.
+
+A code can hide from a probe that is pooled over positions, for example by changing its sign with the
+position. So probes are refitted in both ways, and each has its own baseline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from probelens.probing.protocol import refit_accuracy
+from probelens.probing.splits import FRACTIONS, Split, split_by_group
+
+__all__ = ["PositionProbes", "guess_accuracy", "position_probes", "refit_check"]
+
+_ALPHAS = tuple(10.0**k for k in range(-3, 4))
+
+
+@dataclass(frozen=True, eq=False)
+class PositionProbes:
+    """Accuracy of probes of which each is fitted and tested at one position.
+
+    Args:
+        accuracy: Over all test rows.
+        by_position: Accuracy at each position, NaN where no row counts. (pos,)
+        alpha: The ridge penalty that did best on validation, per training row.
+    """
+
+    accuracy: float
+    by_position: Tensor
+    alpha: float
+
+
+def position_probes(x: Tensor, labels: Tensor, mask: Tensor, split: Split) -> PositionProbes:
+    """One ridge classifier per position, the penalty shared and chosen on validation.
+
+    A position has one row per sequence, few for its width, and a least-squares fit to the classes is
+    solved for all penalties by one singular value decomposition.
+
+    Args:
+        x: Activations. (n, pos, d)
+        labels: Class ids. (n, pos)
+        mask: Where labels count. (n, pos)
+        split: Sequences of train, validation and test.
+
+    Returns:
+        Accuracy on the test sequences. Compare with ``guess_accuracy``.
+
+    Examples:
+        >>> gen = torch.Generator().manual_seed(0)
+        >>> y = torch.randint(2, (60, 4), generator=gen)
+        >>> sign = torch.tensor([1.0, -1.0, 1.0, -1.0])
+        >>> x = (2.0 * y - 1)[..., None] * sign[:, None] + 0.1 * torch.randn(60, 4, 3, generator=gen)
+        >>> split = split_by_group(torch.arange(60))
+        >>> position_probes(x, y, torch.ones(60, 4, dtype=torch.bool), split).accuracy
+        1.0
+    """
+    k = int(labels[mask].max()) + 1
+    truth, keep = labels[split.test], mask[split.test]
+    common = _common(labels, mask, split, k)
+    guesses = common.expand(len(_ALPHAS), *truth.shape).clone()
+    right = torch.zeros(len(_ALPHAS))
+    for t in range(x.shape[1]):
+        train, val, test = (rows[mask[rows, t]] for rows in (split.train, split.val, split.test))
+        if not len(train) or not len(test):
+            continue
+        scores = _ridge(x[train, t], labels[train, t], [x[val, t], x[test, t]], k)
+        right += (scores[0].argmax(-1) == labels[val, t]).float().sum(-1)
+        guesses[:, keep[:, t], t] = scores[1].argmax(-1)
+    best = len(_ALPHAS) - 1 - int(right.flip(0).argmax())  # on a tie the larger penalty
+    hits = (guesses[best] == truth) & keep
+    return PositionProbes(
+        hits[keep].double().mean().item(),
+        (hits.double().sum(0) / keep.double().sum(0)).float(),
+        _ALPHAS[best],
+    )
+
+
+def guess_accuracy(labels: Tensor, mask: Tensor, split: Split) -> tuple[float, float]:
+    """Test accuracy of the best guess without looking: from nothing, and from the position alone.
+
+    Args:
+        labels: Class ids. (n, pos)
+        mask: Where labels count. (n, pos)
+        split: Sequences of train, validation and test.
+
+    Returns:
+        Of the most frequent class of the test rows themselves, which no constant guess beats, and of
+        the class most frequent in training at each position.
+
+    Examples:
+        >>> y = torch.tensor([[0, 1, 1]] * 10)
+        >>> guess_accuracy(y, torch.ones(10, 3, dtype=torch.bool), split_by_group(torch.arange(10)))[1]
+        1.0
+    """
+    truth, keep = labels[split.test], mask[split.test]
+    k = int(labels[mask].max()) + 1
+    most = torch.bincount(truth[keep]).max().item() / int(keep.sum())
+    by_position = (_common(labels, mask, split, k) == truth)[keep]
+    return most, by_position.double().mean().item()
+
+
+def _common(labels: Tensor, mask: Tensor, split: Split, k: int) -> Tensor:
+    """The most frequent class at each position of the training sequences. (pos,)"""
+    y, keep = labels[split.train], mask[split.train]
+    seen = torch.nn.functional.one_hot(y.where(keep, 0).long(), k) * keep[..., None]
+    total = seen.sum((0, 1))
+    # Classes tie at early positions; the more frequent one over all positions is the better guess.
+    return (seen.sum(0) * (total.sum() + 1) + total).argmax(-1)
+
+
+def _ridge(x: Tensor, y: Tensor, others: list[Tensor], k: int) -> list[Tensor]:
+    """Class scores of other rows under every penalty. each (penalty, row, class)"""
+    x = x.double()
+    mean, scale = x.mean(0), x.std(0, correction=0)
+    scale = torch.where(scale > 1e-9 * (1 + mean.abs()), scale, 1.0)
+    target = torch.nn.functional.one_hot(y.long(), k).double()
+    prior = target.mean(0)
+    u, s, v = torch.linalg.svd((x - mean) / scale, full_matrices=False)
+    shrink = s / (s.square() + torch.tensor(_ALPHAS).double()[:, None] * len(x))  # (penalty, rank)
+    weights = v.mT @ (shrink[..., None] * (u.mT @ (target - prior)))  # (penalty, d, class)
+    return [((other.double() - mean) / scale) @ weights + prior for other in others]
+
+
+def refit_check(
+    clean: Tensor,
+    ablated: Tensor,
+    labels: Tensor,
+    mask: Tensor,
+    groups: Tensor,
+    *,
+    mlp: bool = True,
+    seed: int = 0,
+) -> tuple[dict[str, Any], Tensor]:
+    """Every probe that an ablation must face, trained and tested on ablated activations.
+
+    Args:
+        clean: Activations before. (n, pos, d)
+        ablated: Activations after. (n, pos, d)
+        labels: Class ids. (n, pos)
+        mask: Where labels count. (n, pos)
+        groups: What a split keeps together. (n,)
+        mlp: Also a small MLP.
+        seed: Of the split.
+
+    Returns:
+        probe_accuracy (linear, before), refit_accuracy (linear, after), refit_mlp_accuracy,
+        refit_position_accuracy (one probe per position), majority, position_baseline (best guess
+        from the position alone), baseline (the larger of the two), refit_n_test; and the refitted
+        pooled probe's accuracy at each position. (pos,)
+    """
+    row, by_position = refit_accuracy(clean, ablated, labels, mask, groups, mlp=mlp, seed=seed)
+    split = split_by_group(groups, FRACTIONS, seed)
+    majority, position = guess_accuracy(labels, mask, split)
+    row.update(
+        refit_position_accuracy=position_probes(ablated, labels, mask, split).accuracy,
+        majority=majority,
+        position_baseline=position,
+        # Position is no memory of the variable: what it gives away alone is not counted as read.
+        baseline=max(majority, position),
+    )
+    return row, by_position
