@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from .adapter import Adapter
     from .cache import ActivationCache
     from .collect import Activations, collect
+    from .components import ComponentResult, ablate_component
+    from .convolution import ablate_convolution
+    from .dose import DoseResult, dose_response
+    from .erasure_sweep import ErasureResult, erase
     from .errors import (
         AdapterNotFoundError,
         HookNotFiredError,
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     )
     from .final_layer import PatchSitesResult, patch_sites
     from .hooks import at
+    from .lengths import LengthTransfer, length_transfer
     from .loading import load, wrap
     from .model import HookedModel
     from .patching import PatchResult, attribute, patch
@@ -48,11 +53,15 @@ __all__ = [
     "Adapter",
     "AdapterNotFoundError",
     "Batch",
+    "ComponentResult",
+    "DoseResult",
     "Eraser",
+    "ErasureResult",
     "HookNotFiredError",
     "HookPoint",
     "HookedModel",
     "InputError",
+    "LengthTransfer",
     "LinearProbe",
     "MetricError",
     "MissingDependencyError",
@@ -68,12 +77,17 @@ __all__ = [
     "UnknownHookError",
     "__version__",
     "ablate",
+    "ablate_component",
+    "ablate_convolution",
     "at",
     "attribute",
     "collect",
+    "dose_response",
     "edits",
+    "erase",
     "errors",
     "leace",
+    "length_transfer",
     "load",
     "metrics",
     "models",
@@ -95,6 +109,10 @@ _NAMES = {
     "adapter": ("Adapter",),
     "cache": ("ActivationCache",),
     "collect": ("Activations", "collect"),
+    "components": ("ComponentResult", "ablate_component"),
+    "convolution": ("ablate_convolution",),
+    "dose": ("DoseResult", "dose_response"),
+    "erasure_sweep": ("ErasureResult", "erase"),
     "errors": (
         "AdapterNotFoundError",
         "HookNotFiredError",
@@ -108,6 +126,7 @@ _NAMES = {
     ),
     "final_layer": ("PatchSitesResult", "patch_sites"),
     "hooks": ("at",),
+    "lengths": ("LengthTransfer", "length_transfer"),
     "loading": ("load", "wrap"),
     "model": ("HookedModel",),
     "points": ("HookPoint",),
