@@ -50,22 +50,22 @@ class KeyValues(Resumer):
         )
         return final, cache
 
-    def tail(self, resid: Tensor, layer: int, pos: int) -> Tensor:
-        past = {} if pos == 0 else self._with(self._before(pos, layer, len(resid)))
-        out: Tensor = self.model(resid, start_at_layer=layer, stop_at_layer=self.n, **past)
+    def tail(self, resid: Tensor, layer: int, pos: int, until: int) -> Tensor:
+        past = {} if pos == 0 else self._with(self._before(pos, range(layer, until), len(resid)))
+        out: Tensor = self.model(resid, start_at_layer=layer, stop_at_layer=until, **past)
         return out
 
     def _with(self, cache: Any) -> dict[str, Any]:
         return {next(filter(self.model.adapter.accepts, _CACHE)): cache, "use_cache": True}
 
-    def _before(self, pos: int, first: int, rows: int) -> Any:
+    def _before(self, pos: int, running: range, rows: int) -> Any:
         """The cache of the unedited run up to a position, once for each condition."""
         cut = copy.copy(self.kept)
         cut.layers = []
         for i, layer in enumerate(self.kept.layers):
             part = copy.copy(layer)
             # Layers that don't run are only asked how long they are.
-            copies = rows // len(layer.keys) if i >= first else 1
+            copies = rows // len(layer.keys) if i in running else 1
             for side in ("keys", "values"):
                 kept = getattr(layer, side)[..., :pos, :]
                 setattr(part, side, kept.repeat(copies, 1, 1, 1) if copies > 1 else kept)
@@ -110,7 +110,7 @@ class Recurrent(Resumer):
     def running(self) -> contextlib.AbstractContextManager[None]:
         return self._mixing(lambda i: {})
 
-    def tail(self, resid: Tensor, layer: int, pos: int) -> Tensor:
+    def tail(self, resid: Tensor, layer: int, pos: int, until: int) -> Tensor:
         def begin(i: int) -> dict[str, Any]:
             inputs, states = self.kept[i]
             if pos == 0 or i < layer:
@@ -124,7 +124,7 @@ class Recurrent(Resumer):
             }
 
         with self._mixing(begin):
-            out: Tensor = self.model(resid, start_at_layer=layer, stop_at_layer=self.n)
+            out: Tensor = self.model(resid, start_at_layer=layer, stop_at_layer=until)
         return out
 
     @contextlib.contextmanager

@@ -56,16 +56,17 @@ class Resumer(ABC):
         return pos
 
     @abstractmethod
-    def tail(self, resid: Tensor, layer: int, pos: int) -> Tensor:
+    def tail(self, resid: Tensor, layer: int, pos: int, until: int) -> Tensor:
         """Run from a block and a position on, for several conditions at once.
 
         Args:
             resid: What enters the block, condition by condition. (condition · example, pos from ``pos`` on, d_model)
             layer: The block.
             pos: The first position, one that ``floor`` gives.
+            until: The block before which to stop; the number of blocks for none.
 
         Returns:
-            The residual after the last block, in the shape of ``resid``.
+            The residual there, in the shape of ``resid``.
         """
 
     def running(self) -> contextlib.AbstractContextManager[None]:

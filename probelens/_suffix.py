@@ -38,12 +38,22 @@ class _Job:
     at: str | None
 
 
+@dataclass(frozen=True)
+class _Held:
+    """What a job's edits made of the residual entering block ``stop``, from position ``begin`` on."""
+
+    index: int
+    stop: int
+    begin: int
+    resid: Tensor
+
+
 class SuffixRuns:
     """Runs a sweep's conditions on batches of its examples.
 
     A condition's edits change the residual that enters the block after them. Where that is equal to the
-    unedited run's, bit by bit, up to some position, the rest begins there, and conditions that begin near
-    each other at the same block share a pass. Nothing is assumed about what an edit does.
+    unedited run's, bit by bit, up to some position, the rest begins there. Conditions that begin at the same
+    position, or near each other, share a pass, which each joins at the block where its edits end. Nothing is assumed about what an edit does.
 
     Args:
         resumer: How runs go on from the middle.
@@ -111,20 +121,20 @@ class SuffixRuns:
         (base,) = readout.values().values()
         values: dict[int, Tensor] = dict.fromkeys(self.unedited, base)
         done(len(values))
-        for stop, plain in entering.items():
-            held: list[tuple[int, int, Tensor]] = []
-            for job in (j for j in self.jobs if j.stop == stop):
-                edited = self._edited(job, rows, plain, cache)
-                begin = self.resumer.floor(first_change(edited, plain))
-                if begin == plain.shape[1] or (where is not None and int(where.max()) < begin):
-                    values[job.index] = base
-                    done(1)
-                    continue
-                held.append((begin, job.index, edited[:, begin:].clone()))
-                if sum(part.numel() * part.element_size() for *_, part in held) > _HELD_BYTES:
-                    self._finish(held, stop, plain, final, where, readout, done)
-                    held = []
-            self._finish(held, stop, plain, final, where, readout, done)
+        held: list[_Held] = []
+        for job in self.jobs:
+            plain = entering[job.stop]
+            edited = self._edited(job, rows, plain, cache)
+            begin = self.resumer.floor(first_change(edited, plain))
+            if begin == plain.shape[1] or (where is not None and int(where.max()) < begin):
+                values[job.index] = base
+                done(1)
+                continue
+            held.append(_Held(job.index, job.stop, begin, edited[:, begin:].clone()))
+            if sum(one.resid.numel() * one.resid.element_size() for one in held) > _HELD_BYTES:
+                self._finish(held, entering, final, where, readout, done)
+                held = []
+        self._finish(held, entering, final, where, readout, done)
         return base, {**values, **readout.values()}
 
     def _names(self) -> list[str]:
@@ -147,7 +157,7 @@ class SuffixRuns:
             return True
         pos = self.resumer.floor(length // 2)
         try:
-            again = self.resumer.tail(entering[layer][:, pos:].clone(), layer, pos)
+            again = self.resumer.tail(entering[layer][:, pos:].clone(), layer, pos, self.n)
             want = final[:, pos:]
             right = again.shape == want.shape and bool((again - want).abs().max() <= 1e-5 * want.abs().max())
         except Exception:
@@ -176,21 +186,32 @@ class SuffixRuns:
         return out
 
     def _finish(
-        self, held: list[tuple[int, int, Tensor]], stop: int, plain: Tensor, final: Tensor,
+        self, held: list[_Held], entering: Mapping[int, Tensor], final: Tensor,
         where: Tensor | None, readout: _Readout, done: Callable[[int], None],
     ) -> None:  # fmt: skip
-        """Run what is held from block ``stop`` on and hand it to the readout."""
-        held.sort(key=lambda one: (-one[0], one[1]))
-        rows, length = plain.shape[:2]
-        most = 2048 if plain.device.type == "cpu" else 1 << 16
-        for lo, hi in passes([b for b, *_ in held], rows, length, self.resumer.overhead(), most):
-            group, begin = held[lo:hi], held[hi - 1][0]
-            parts = [torch.cat([plain[:, begin:at], part], 1) for at, _, part in group]
-            out = self.resumer.tail(torch.cat(parts), stop, begin) if stop < self.n else torch.cat(parts)
-            for (_, index, _), after in zip(group, out.split(rows), strict=True):
-                whole = torch.cat([final[:, :begin], after], 1)
-                readout.put(index, whole if where is None else _pick(whole, where))
+        """Run what is held to the last block and hand it to the readout."""
+        held.sort(key=lambda one: (-one.begin, one.stop, one.index))
+        rows, length = final.shape[:2]
+        most = 2048 if final.device.type == "cpu" else 1 << 16
+        for lo, hi in passes([one.begin for one in held], rows, length, self.resumer.overhead(), most):
+            group = sorted(held[lo:hi], key=lambda one: one.stop)
+            begin = min(one.begin for one in group)
+            after = self._together(group, begin, entering)
+            for one, resid in zip(group, after.split(rows), strict=True):
+                whole = torch.cat([final[:, :begin], resid], 1)
+                readout.put(one.index, whole if where is None else _pick(whole, where))
             done(len(group))
+
+    def _together(self, group: list[_Held], begin: int, entering: Mapping[int, Tensor]) -> Tensor:
+        """One pass over the blocks, which each condition joins where its edits end. (condition · example, ...)"""
+        stops = sorted({one.stop for one in group})
+        out: list[Tensor] = []
+        for stop, until in zip(stops, [*stops[1:], self.n], strict=True):
+            plain = entering[stop]
+            out += [torch.cat([plain[:, begin : o.begin], o.resid], 1) for o in group if o.stop == stop]
+            resid = torch.cat(out)
+            out = [self.resumer.tail(resid, stop, begin, until) if stop < self.n else resid]
+        return out[0]
 
 
 class _Readout:
