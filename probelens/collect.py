@@ -124,9 +124,10 @@ def collect(
     """
     tokens, mask, attention = _inputs(model, batch, attention_mask)
     names = expand(model, sites)
-    if batch_size < 1 or len(tokens) == 0:
+    if batch_size < 1 or len(tokens) == 0 or tokens.shape[1] == 0:
         raise InputError(
-            f"collect needs sequences and a batch size of at least 1, got {len(tokens)} and {batch_size}"
+            f"collect needs sequences with tokens and a batch size of at least 1, got {len(tokens)} sequences of "
+            f"{tokens.shape[1]} and {batch_size}"
         )
     if isinstance(pos, int):
         pos = [pos]

@@ -155,6 +155,10 @@ class PointNames:
                     "the names filter accepted no hook point. All names: model.hook_points()"
                 )
             return [self._points[n] for n in found], False
+        if not isinstance(names, Iterable):
+            raise UnknownHookError(
+                f"a names filter is a name, a pattern, a predicate or a list of these, got {names!r}"
+            )
         points: dict[str, HookPoint] = {}
         explicit = True
         for name in names:
