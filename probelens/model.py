@@ -165,7 +165,12 @@ class HookedModel(LensMethods):
         return (start is None or layer >= start) and (stop is None or layer < stop)
 
     def _entries(
-        self, specs: Iterable[HookSpec], dir: Direction, start: int | None = None, stop: int | None = None, **kw: Any
+        self,
+        specs: Iterable[HookSpec],
+        dir: Direction,
+        start: int | None = None,
+        stop: int | None = None,
+        **kw: Any,
     ) -> list[Entry]:
         entries: list[Entry] = []
         for spec in specs:
@@ -448,8 +453,13 @@ class HookedModel(LensMethods):
                 return False
             again = self._forward(resid, "logits", layer, None, None, {})
         size = full.abs().max().float()
-        half = full.dtype in (torch.float16, torch.bfloat16) or self.cfg.dtype in (torch.float16, torch.bfloat16)
-        return again.shape == full.shape and bool((again - full).abs().max() <= (5e-2 if half else 1e-3) * size)
+        half = full.dtype in (torch.float16, torch.bfloat16) or self.cfg.dtype in (
+            torch.float16,
+            torch.bfloat16,
+        )
+        return again.shape == full.shape and bool(
+            (again - full).abs().max() <= (5e-2 if half else 1e-3) * size
+        )
 
     # -- the user's module ------------------------------------------------------------------------------
 

@@ -116,7 +116,10 @@ class HookPoint:
         )  # fmt: skip
 
     def add_hook(
-        self, hook: Callable[..., Tensor | None], dir: Literal["fwd", "bwd"] = "fwd", is_permanent: bool = False
+        self,
+        hook: Callable[..., Tensor | None],
+        dir: Literal["fwd", "bwd"] = "fwd",
+        is_permanent: bool = False,
     ) -> None:
         """``model.add_hook`` at this point."""
         self._model().add_hook(self, hook, dir, is_permanent)
@@ -134,7 +137,9 @@ class HookPoint:
     def _model(self) -> Any:
         model = self.owner() if self.owner is not None else None
         if model is None:
-            raise InputError(f"hook point {self.name!r} belongs to no model that is still there: use model.add_hook")
+            raise InputError(
+                f"hook point {self.name!r} belongs to no model that is still there: use model.add_hook"
+            )
         return model
 
     def __repr__(self) -> str:

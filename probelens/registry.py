@@ -98,7 +98,9 @@ def find_adapter(
     if wanted:
         # blocks="…" says that the user describes the model: the adapter that needs nothing else is meant.
         taking = [(key, cls) for key, cls in adapters().items() if wanted <= set(cls.options)]
-        chosen = [pair for pair in matching if pair in taking] or [pair for pair in taking if pair[1].any_module]
+        chosen = [pair for pair in matching if pair in taking] or [
+            pair for pair in taking if pair[1].any_module
+        ]
         if not chosen:
             if matching:
                 _check_options(matching[0][1], matching[0][0], wanted)

@@ -716,4 +716,6 @@ def test_a_run_from_the_middle_is_refused_where_something_goes_around_the_blocks
     notes = {row["name"]: row["note"] for row in report.rows if row["note"]}
     # Not block 0's output: the way around begins with it.
     assert set(notes) == {"blocks.1.hook_resid_pre", "blocks.1.hook_resid_post"}
-    assert all(pl.wrap(zoo.build(name)).chained(1) for name in ("neox", "mamba", "lstm", "gru-fused-time-first"))
+    assert all(
+        pl.wrap(zoo.build(name)).chained(1) for name in ("neox", "mamba", "lstm", "gru-fused-time-first")
+    )
