@@ -1,0 +1,437 @@
+"""Ablation of a subspace: right drops, damages, effects and verdicts where the answer is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from torch import Tensor, nn
+
+import probelens as pl
+from probelens import subspaces
+from probelens.ablation import feeds_readout
+from probelens.collect import collect
+from probelens.examples import planted
+from probelens.examples.planted import SITE, World
+
+D, LENGTH = 8, 5
+
+
+class Sums(nn.Module):
+    """Two identity blocks over a fixed code for each token; the answer is read off along known directions."""
+
+    def __init__(self, codes: Tensor, readout: Tensor) -> None:
+        super().__init__()
+        self.embed = nn.Embedding.from_pretrained(codes)
+        self.layers = nn.ModuleList([nn.Linear(D, D, bias=False) for _ in range(2)])
+        self.norm = nn.Identity()
+        self.head = nn.Linear(D, len(readout), bias=False)
+        with torch.no_grad():
+            for layer in self.layers:
+                nn.init.eye_(layer.weight)  # type: ignore[arg-type]
+            self.head.weight.copy_(readout)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def known(
+    n: int = 60, bos: bool = False, seed: int = 0, wide: bool = False
+) -> tuple[pl.HookedModel, pl.Batch]:
+    """Four answers, two bits along axes 0 and 1; everything else is noise that nothing reads."""
+    gen = torch.Generator().manual_seed(seed)
+    codes = torch.randn(64, D, generator=gen) * torch.linspace(3.0, 0.5, D)
+    ids = torch.arange(64)
+    first, second = ids & 1, ids >> 1 & 1
+    codes[:, 0], codes[:, 1] = 2.0 * first - 1, 2.0 * second - 1
+    readout = torch.zeros(4, D)
+    readout[:, 0] = torch.tensor([-1.0, 1.0, -1.0, 1.0])
+    readout[:, 1] = torch.tensor([-1.0, -1.0, 1.0, 1.0])
+    model = pl.wrap(Sums(codes, readout), blocks="layers", embed="embed", ln_final="norm", unembed="head")
+    tokens = torch.randint(64, (n, LENGTH), generator=gen)
+    mask = torch.ones(n, LENGTH, dtype=torch.bool)
+    mask[:, 0] = not bos
+    if wide:
+        mask[::3, -2:] = False
+    labels = {"answer": tokens & 3, "first": tokens & 1, "noise": tokens >> 2 & 1}
+    return model, pl.Batch(tokens, labels, mask)
+
+
+def axes(*which: int, mean: Tensor | None = None) -> pl.Subspace:
+    return pl.Subspace(torch.eye(D)[list(which)], torch.zeros(D) if mean is None else mean)
+
+
+def target(result: pl.AblationResult) -> dict[str, object]:
+    (row,) = result.targets()
+    return row
+
+
+# -- the numbers ---------------------------------------------------------------------------------------------
+
+
+def test_drop_and_damage_are_those_of_arithmetic() -> None:
+    model, batch = known()
+    # Along axis 0 the code goes to 0, so that answers 0/1 and 2/3 tie and argmax takes the even one.
+    got = target(
+        pl.ablate(
+            model, batch, {"blocks.0.hook_resid_post": axes(0)}, label="answer", controls=0, refit=False
+        )
+    )
+    even = (batch.labels["answer"] % 2 == 0).double().mean().item()
+    chance = torch.bincount(batch.labels["answer"].flatten()).max().item() / batch.tokens.numel()
+    assert got["clean"] == 1.0
+    assert got["value"] == pytest.approx(even)
+    assert got["drop"] == pytest.approx(1 - even)
+    assert got["chance"] == pytest.approx(chance)
+    assert got["damage"] == pytest.approx((1 - even) / (1 - chance))
+    assert got["lo"] < got["drop"] < got["hi"]  # type: ignore[operator]
+
+
+def test_a_subspace_that_nothing_reads_costs_nothing_and_one_that_is_read_costs_all_of_its_bit() -> None:
+    model, batch = known()
+    site = "blocks.0.hook_resid_post"
+    idle = pl.ablate(model, batch, {site: axes(2, 3)}, label="answer", controls=5, refit=False)
+    both = pl.ablate(model, batch, {site: axes(0, 1)}, label="answer", controls=5, refit=False)
+    assert target(idle)["drop"] == 0.0
+    assert target(both)["damage"] > 0.9  # type: ignore[operator]
+    assert target(both)["effect"] > target(idle)["effect"] + 0.5  # type: ignore[operator]
+
+
+def test_the_effect_is_the_damage_beyond_the_mean_of_the_matched_controls() -> None:
+    model, batch = known()
+    got = pl.ablate(
+        model, batch, {"blocks.0.hook_resid_post": axes(0, 4)}, label="answer", controls=6, refit=False
+    )
+    rows, row = got.rows, target(got)
+    matched = [r["damage"] for r in rows if r["condition"] == "random_matched"]
+    assert len(matched) == 6
+    assert row["effect"] == pytest.approx(row["damage"] - sum(matched) / 6)  # type: ignore[operator]
+    assert row["effect_against"] == "random_matched"
+    assert row["effect_lo"] <= row["effect"] <= row["effect_hi"]  # type: ignore[operator]
+    worse = sum(r["drop"] >= row["drop"] for r in rows if r["condition"] == "random_matched")
+    assert row["effect_p"] == pytest.approx((1 + worse) / 7)
+    assert row["damage_random_matched"] == pytest.approx(sum(matched) / 6)
+    only = pl.ablate(model, batch, {"blocks.0.hook_resid_post": axes(0, 4)}, label="answer", controls=6, refit=False, kinds=["random"])  # fmt: skip
+    assert target(only)["effect_against"] == "random"
+    assert target(only)["damage_random_matched"] is None
+
+
+def test_values_are_means_over_the_positions_of_each_example() -> None:
+    model, batch = known(wide=True)
+    space = axes(0)
+    got = pl.ablate(model, batch, {"blocks.1.hook_resid_pre": space}, label="answer", controls=0, refit=False)
+    with torch.no_grad():
+        hook = pl.edits.project(space, pos=batch.mask)
+        logits = model.run_with_hooks(batch.tokens, [("blocks.1.hook_resid_pre", hook)])
+    right = (logits.argmax(-1) == batch.labels["answer"]) & batch.mask
+    torch.testing.assert_close(got.values[0], (right.sum(1) / batch.mask.sum(1)).float())
+    torch.testing.assert_close(got.by_position[0], (right.sum(0) / batch.mask.sum(0)).float())
+    assert got.clean.shape == (60,)
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_controls_are_matched_in_rank_and_variance_within_one_per_cent(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = known()
+    site, drawn = "blocks.0.hook_resid_post", []
+    from probelens import _ablating
+
+    edit = _ablating._edit
+
+    def spy(name: str, space: pl.Subspace, *rest: object) -> object:
+        drawn.append(space)
+        return edit(name, space, *rest)
+
+    monkeypatch.setattr(_ablating, "_edit", spy)
+    asked = subspaces.random(rank, D, seed=3)
+    got = pl.ablate(model, batch, {site: asked}, label="answer", controls=20, refit=False)
+    _, covariance = subspaces.moments(collect(model, batch, site)[site])
+    kinds = [row["condition"] for row in got.rows]
+    assert kinds == ["target", *["random"] * 20, *["random_matched"] * 20, "pca"]
+    assert all(space.rank == rank for space in drawn)
+    wanted = asked.variance_removed(covariance)
+    for kind, space in zip(kinds, drawn, strict=True):
+        if kind == "random_matched":
+            assert space.variance_removed(covariance) == pytest.approx(wanted, rel=0.01)
+    top = drawn[-1].variance_removed(covariance)
+    assert top >= max(space.variance_removed(covariance) for space in drawn) - 1e-9
+    plain = [s.variance_removed(covariance) for k, s in zip(kinds, drawn) if k == "random"]
+    assert max(abs(v / wanted - 1) for v in plain) > 0.05, "without matching they differ"
+
+
+def test_alpha_of_zero_changes_nothing_and_the_dose_grows() -> None:
+    model, batch = known()
+    site = "blocks.0.hook_resid_post"
+    at = [
+        pl.ablate(model, batch, {site: axes(0, mean=4 * torch.eye(D)[0])}, label="answer", controls=3, refit=False, alpha=a)
+        for a in (0.0, 0.1, 0.6, 1.0)
+    ]  # fmt: skip
+    assert torch.equal(at[0].values, at[0].clean.expand_as(at[0].values))
+    drops = [target(r)["drop"] for r in at]
+    assert drops[0] == drops[1] == 0.0
+    assert drops[3] >= drops[2] > 0.3  # type: ignore[operator]
+    assert {row["alpha"] for row in at[2].rows} == {0.6}
+
+
+def test_positions_outside_the_mask_keep_their_activation() -> None:
+    model, batch = known(bos=True)
+    mean = 100 * torch.eye(D)[0]
+    seen: dict[str, Tensor] = {}
+
+    def keep(logits: Tensor, tokens: Tensor, mask: Tensor, **labels: Tensor) -> Tensor:
+        seen["logits"] = logits
+        return (logits.argmax(-1) == labels["answer"]).float()
+
+    got = pl.ablate(model, batch, {"blocks.0.hook_resid_post": axes(0, mean=mean)}, keep, label="answer", controls=0, refit=False)  # fmt: skip
+    clean = model(batch.tokens)
+    assert torch.equal(seen["logits"][:, 0], clean[:, 0]), "BOS is left alone"
+    assert not torch.isclose(seen["logits"][:, 1:], clean[:, 1:]).all(-1).any(), "all others are not"
+    assert got.metric == "keep"
+
+
+# -- verdicts ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def spare() -> World:
+    return planted.spare()
+
+
+@pytest.fixture(scope="module")
+def spare_leace(spare: World) -> pl.Eraser:
+    return pl.leace(spare.acts(spare.fit), spare.fit.labels["y"])
+
+
+def test_erased_when_no_probe_recovers_and_inconclusive_when_one_does(
+    spare: World, spare_leace: pl.Eraser
+) -> None:
+    gone = target(pl.ablate(spare.model, spare.held, {SITE: spare_leace}, controls=2))
+    assert gone["verdict"] == "erased"
+    assert gone["refit_accuracy"] < gone["baseline"] + 0.02  # type: ignore[operator]
+    assert gone["probe_accuracy"] == 1.0
+    # A line through the quiet copy leaves the loud one.
+    quiet = pl.Subspace(torch.eye(planted.WIDTH)[9:10], torch.zeros(planted.WIDTH))
+    left = target(pl.ablate(spare.model, spare.held, {SITE: quiet}, controls=2))
+    assert left["verdict"] == "inconclusive"
+    assert left["refit_accuracy"] > 0.99  # type: ignore[operator]
+
+
+def test_half_a_dose_leaves_the_variable_readable(spare: World, spare_leace: pl.Eraser) -> None:
+    half = target(pl.ablate(spare.model, spare.held, {SITE: spare_leace}, controls=0, alpha=0.5, mlp=False))
+    assert half["verdict"] == "inconclusive"
+    assert half["refit_mlp_accuracy"] is None
+
+
+def test_tautological_where_a_linear_readout_reads_the_site(spare: World) -> None:
+    last = "blocks.1.hook_resid_post"
+    acts = collect(spare.model, spare.fit, last)[last]
+    row = target(
+        pl.ablate(spare.model, spare.held, {last: pl.leace(acts, spare.fit.labels["y"])}, controls=0)
+    )
+    assert row["verdict"] == "tautological"
+    assert row["drop"] > 0.4  # type: ignore[operator]
+    assert feeds_readout(spare.model, last)
+    assert not feeds_readout(spare.model, SITE)
+    neox = pl.wrap(zoo.build("neox"))
+    assert feeds_readout(neox, "ln_final.hook_out")
+    assert feeds_readout(neox, "unembed.hook_in")
+    assert not feeds_readout(neox, f"blocks.{zoo.LAYERS - 1}.hook_resid_post"), "a norm stands between"
+    lstm = pl.wrap(zoo.build("lstm"))
+    assert feeds_readout(lstm, f"blocks.{zoo.LAYERS - 1}.hook_resid_post")
+
+
+def test_floor_where_the_model_does_not_know_the_answer() -> None:
+    model, batch = known()
+    wrong = pl.Batch(batch.tokens, {"answer": batch.labels["noise"]})
+    row = target(pl.ablate(model, wrong, {"blocks.0.hook_resid_post": axes(0)}, controls=0))
+    assert row["verdict"] == "floor"
+    right = target(pl.ablate(model, batch, {"blocks.0.hook_resid_post": axes(0)}, label="answer", controls=0))
+    assert right["verdict"] != "floor"
+
+
+def test_without_a_refit_the_verdict_says_so() -> None:
+    model, batch = known()
+    got = pl.ablate(
+        model, batch, {"blocks.0.hook_resid_post": axes(0)}, label="answer", controls=0, refit=False
+    )
+    assert target(got)["verdict"] == "not refitted"
+    assert got.refit_by_position is None
+
+
+def test_the_baseline_knows_what_the_position_gives_away() -> None:
+    """A label that depends on the position alone: nothing is read, though a pooled majority is far below."""
+    model, batch = known(n=100)
+    periodic = (torch.arange(LENGTH) % 2).expand(100, -1).contiguous()
+    both = pl.Batch(batch.tokens, {"answer": batch.labels["answer"], "when": periodic})
+    row = target(
+        pl.ablate(
+            model, both, {"blocks.0.hook_resid_post": axes(2)}, label="when", target="answer", controls=0
+        )
+    )
+    assert row["position_baseline"] == 1.0
+    assert row["majority"] == pytest.approx(0.6)
+    assert row["baseline"] == 1.0
+    assert row["refit_position_accuracy"] == 1.0
+    assert row["verdict"] == "erased", "guessing from the position is not reading"
+
+
+# -- what is given -------------------------------------------------------------------------------------------
+
+
+def test_an_eraser_a_subspace_and_a_probe_result_are_all_taken(spare: World, spare_leace: pl.Eraser) -> None:
+    read = pl.probe({SITE: spare.acts(spare.fit)}, {"y": spare.fit.labels["y"]}, spare.fit.groups)
+    rows = subspaces.from_probe(read)
+    by_result = pl.ablate(spare.model, spare.held, read, controls=3, refit=False)
+    by_rows = pl.ablate(spare.model, spare.held, {SITE: rows}, controls=3, refit=False)
+    torch.testing.assert_close(by_result.values, by_rows.values)
+    erased = pl.ablate(spare.model, spare.held, {SITE: spare_leace}, controls=3, refit=False)
+    assert target(erased)["drop"] > 0.4  # type: ignore[operator]
+    assert target(erased)["rank"] == 1
+    assert 0 <= target(erased)["control_overlap"] < 0.95  # type: ignore[operator]
+
+
+def test_several_sites_are_ablated_one_at_a_time_and_named_by_their_layer() -> None:
+    model, batch = known()
+    sites = ["hook_embed", "blocks.0.hook_resid_post", "blocks.1.hook_resid_post"]
+    got = pl.ablate(model, batch, {s: axes(0) for s in sites}, label="answer", controls=2, refit=False)
+    assert [row["layer"] for row in got.targets()] == [-1, 0, 1]
+    assert len({row["drop"] for row in got.targets()}) == 1, "in a model of identities they all cost the same"
+    assert len(got.rows) == 3 * (1 + 2 + 2 + 1)
+
+
+def test_nothing_to_remove_costs_nothing_and_all_of_it_has_no_matched_control() -> None:
+    model, batch = known()
+    site = "blocks.0.hook_resid_post"
+    empty = pl.Subspace(torch.zeros(0, D), torch.zeros(D))
+    none = pl.ablate(model, batch, {site: empty}, label="answer", controls=4)
+    assert [row["condition"] for row in none.rows] == ["target"]
+    assert target(none)["drop"] == 0.0
+    assert "empty" in str(target(none)["control_problem"])
+    every = pl.ablate(model, batch, {site: axes(*range(D))}, label="answer", controls=4, refit=False)
+    assert "only one subspace of that rank" in str(target(every)["control_problem"])
+    assert target(every)["effect_against"] == "random"
+    assert target(every)["effect"] == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("family", ["neox", "mamba", "lstm", "gru-fused-time-first"])
+def test_every_family_is_ablated_as_by_a_hand_written_hook(family: str) -> None:
+    model, tokens = pl.wrap(zoo.build(family)), zoo.tokens(6, 7)
+    batch = pl.Batch(tokens, {"answer": model(tokens).argmax(-1)})
+    site = "blocks.1.hook_resid_post"
+    space = subspaces.random(12, zoo.WIDTH, seed=1)
+    got = pl.ablate(model, batch, {site: space}, controls=0, refit=False, batch_size=4)
+    with torch.no_grad():
+        logits = model.run_with_hooks(tokens, [(site, pl.edits.project(space))])
+    want = (logits.argmax(-1) == batch.labels["answer"]).float().mean(1)
+    torch.testing.assert_close(got.values[0], want)
+    assert target(got)["drop"] > 0  # type: ignore[operator]
+    assert got.path == "skip"
+
+
+# -- metrics -------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_rises_and_has_no_damage_but_an_effect_in_nats() -> None:
+    model, tokens = pl.wrap(zoo.build("neox")), zoo.tokens(12, 7)
+    mask = torch.ones(12, 7, dtype=torch.bool)
+    mask[:4, 4:] = False
+    batch = pl.Batch(tokens, {"token": tokens}, mask)
+    site = "blocks.1.hook_resid_post"
+    got = pl.ablate(model, batch, {site: subspaces.random(6, zoo.WIDTH)}, "next_token_loss", False, 4)
+    row = target(got)
+    assert row["damage"] is None
+    assert row["chance"] is None
+    matched = [r["drop"] for r in got.rows if r["condition"] == "random_matched"]
+    assert row["effect"] == pytest.approx(row["drop"] - sum(matched) / 4, abs=1e-6)  # type: ignore[operator]
+    with torch.no_grad():
+        every = nn.functional.cross_entropy(
+            model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
+        )
+    real = mask[:, 1:]
+    want = (every.view(12, 6) * real).sum(1) / real.sum(1)
+    torch.testing.assert_close(got.clean, want)
+
+
+def test_a_metric_of_ones_own_gets_the_labels_and_must_return_a_value_a_position() -> None:
+    model, batch = known()
+    site = {"blocks.0.hook_resid_post": axes(0)}
+
+    def probability(logits: Tensor, answer: Tensor, **rest: Tensor) -> Tensor:
+        return logits.softmax(-1).gather(-1, answer[..., None])[..., 0]
+
+    row = target(pl.ablate(model, batch, site, probability, label="answer", controls=0, refit=False))
+    assert 0 < row["drop"] < 1  # type: ignore[operator]
+    with pytest.raises(pl.ShapeError, match="one value a position"):
+        pl.ablate(model, batch, site, lambda logits, **rest: logits, label="answer", controls=0, refit=False)
+
+
+# -- errors and results --------------------------------------------------------------------------------------
+
+
+def test_errors_say_what_is_allowed() -> None:
+    model, batch = known()
+    site, space = "blocks.0.hook_resid_post", axes(0)
+    kw = {"label": "answer", "controls": 0, "refit": False}
+    with pytest.raises(pl.UnknownHookError, match="2 blocks"):
+        pl.ablate(model, batch, {"blocks.7.hook_resid_post": space}, **kw)  # type: ignore[arg-type]
+    with pytest.raises(pl.ShapeError, match="width 5"):
+        pl.ablate(model, batch, {site: subspaces.random(1, 5)}, **kw)  # type: ignore[arg-type]
+    with pytest.raises(pl.InputError, match="a Subspace or an Eraser"):
+        pl.ablate(model, batch, {site: torch.eye(D)}, **kw)  # type: ignore[arg-type, dict-item]
+    with pytest.raises(pl.InputError, match="empty"):
+        pl.ablate(model, batch, {}, **kw)  # type: ignore[arg-type]
+    with pytest.raises(pl.InputError, match=r"\['answer', 'first', 'noise'\]"):
+        pl.ablate(model, batch, {site: space}, controls=0)
+    with pytest.raises(pl.InputError, match="target='depth'"):
+        pl.ablate(model, batch, {site: space}, label="answer", target="depth")
+    with pytest.raises(pl.InputError, match="'random', 'random_matched', 'pca'"):
+        pl.ablate(model, batch, {site: space}, label="answer", kinds=["shuffled"])  # type: ignore[list-item]
+    with pytest.raises(pl.InputError, match="alpha from 0 to 1"):
+        pl.ablate(model, batch, {site: space}, label="answer", alpha=1.5)
+    with pytest.raises(pl.InputError, match="next_token_loss"):
+        pl.ablate(model, batch, {site: space}, "acc", **kw)  # type: ignore[arg-type]
+    high = pl.Batch(batch.tokens, {"answer": batch.labels["answer"] + 4})
+    with pytest.raises(pl.MetricError, match="4 logits"):
+        pl.ablate(model, high, {site: space}, controls=0, refit=False)
+    heads = pl.wrap(zoo.build("neox"))
+    some = pl.Batch(zoo.tokens(4, 6), {"answer": zoo.tokens(4, 6)})
+    with pytest.raises(pl.ShapeError, match="ablate_component"):
+        pl.ablate(heads, some, {"blocks.0.attn.hook_z": subspaces.random(1, 4)}, controls=0, refit=False)
+
+
+def test_one_point_under_two_names_is_refused() -> None:
+    model, tokens = pl.wrap(zoo.build("mamba")), zoo.tokens(4, 6)
+    batch, space = pl.Batch(tokens, {"answer": tokens}), subspaces.random(1, zoo.WIDTH)
+    names = ["blocks.0.mixer.hook_out", "blocks.0.hook_mixer_out"]
+    assert len({model.point(name).name for name in names}) == 1
+    with pytest.raises(pl.InputError, match="twice"):
+        pl.ablate(model, batch, dict.fromkeys(names, space), controls=0, refit=False)
+
+
+def test_results_are_tables_figures_and_files(tmp_path: Path) -> None:
+    model, batch = known()
+    got = pl.ablate(model, batch, {"blocks.0.hook_resid_post": axes(0)}, label="answer", controls=3)
+    back = pl.AblationResult.load(got.save(tmp_path / "a.safetensors"))
+    assert back.rows == got.rows
+    assert torch.equal(back.values, got.values)
+    table = got.to_dataframe()
+    assert len(table) == len(got.rows) == 1 + 3 + 3 + 1
+    assert len(got.plot().data) > 2
+
+
+def test_the_same_seed_gives_the_same_result_and_leaves_the_global_state_alone() -> None:
+    model, batch = known()
+    state = torch.random.get_rng_state()
+    one, two, other = (
+        pl.ablate(model, batch, {"blocks.0.hook_resid_post": axes(0)}, label="answer", controls=4, seed=s)
+        for s in (3, 3, 4)
+    )
+    assert one.rows == two.rows
+    assert one.rows != other.rows
+    assert torch.equal(state, torch.random.get_rng_state())
