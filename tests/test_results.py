@@ -285,7 +285,11 @@ def test_views_of_one_storage_and_transposes_are_kept_apart(tmp_path: Path) -> N
     assert torch.equal(back.named["b"], base.T)
 
 
-@pytest.mark.parametrize("value", [object(), {1: 2}, {1, 2}, b"bytes", print, 1j], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [object(), {1: 2}, {1, 2}, b"bytes", print, 1j],
+    ids=["object", "dict with a number as key", "set", "bytes", "function", "complex"],
+)
 def test_what_is_not_data_is_refused_and_nothing_is_written(tmp_path: Path, value: Any) -> None:
     with pytest.raises(pl.StoreError, match="can't be saved"):
         Sample(1.0, 1, True, "", torch.ones(1), {}, None, [{"x": value}], (1, "")).save(tmp_path / "r")
