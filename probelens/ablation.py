@@ -207,10 +207,13 @@ def _spaces(subspaces: Any, label: str) -> dict[str, Any]:
         return dict(subspaces)
     # Labels given to probe() without a name are called "label" there.
     known = subspaces.labels[0] if subspaces.labels == ["label"] else label
-    return {
-        site: from_probe(subspaces.coef(site, known), subspaces.mean(site), label=f"probe rows of {label}")
-        for site in subspaces.sites
-    }
+    spaces = {}
+    for site in subspaces.sites:
+        rows, mean, name = subspaces.coef(site, known), subspaces.mean(site), f"probe rows of {label}"
+        # A probe that found nothing has equal rows: its subspace is empty, and removing it removes nothing.
+        empty = bool((rows == rows[0]).all())
+        spaces[site] = Subspace(rows[:0], mean, name) if empty else from_probe(rows, mean, label=name)
+    return spaces
 
 
 def _refits(

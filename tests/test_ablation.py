@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -325,12 +326,15 @@ def test_every_family_is_ablated_as_by_a_hand_written_hook(family: str) -> None:
     batch = pl.Batch(tokens, {"answer": model(tokens).argmax(-1)})
     site = "blocks.1.hook_resid_post"
     space = subspaces.random(12, zoo.WIDTH, seed=1)
-    got = pl.ablate(model, batch, {site: space}, controls=0, refit=False, batch_size=4)
+
+    def probability(logits: Tensor, answer: Tensor, **rest: Tensor) -> Tensor:
+        return logits.softmax(-1).gather(-1, answer[..., None])[..., 0]
+
+    got = pl.ablate(model, batch, {site: space}, probability, controls=0, refit=False, batch_size=4)
     with torch.no_grad():
         logits = model.run_with_hooks(tokens, [(site, pl.edits.project(space))])
-    want = (logits.argmax(-1) == batch.labels["answer"]).float().mean(1)
-    torch.testing.assert_close(got.values[0], want)
-    assert target(got)["drop"] > 0  # type: ignore[operator]
+    torch.testing.assert_close(got.values[0], probability(logits, **batch.labels).mean(1))
+    assert not torch.allclose(got.values[0], got.clean, atol=1e-3)
     assert got.path == "skip"
 
 
@@ -435,3 +439,15 @@ def test_the_same_seed_gives_the_same_result_and_leaves_the_global_state_alone()
     assert one.rows == two.rows
     assert one.rows != other.rows
     assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_a_probe_that_found_nothing_has_an_empty_subspace_whose_ablation_costs_nothing() -> None:
+    task = pl.tasks.Parity()
+    model = pl.wrap(pl.models.build(pl.models.FormalConfig.for_task("gru", task, n_layers=1, d_model=8)))
+    held = task.sample(12, length=6, seed=1)
+    found = pl.probe(pl.collect(model, task.sample(12, length=6), "layers"), held.labels, held.groups)
+    blank = {key: torch.zeros_like(rows) for key, rows in found.coefs.items()}
+    nothing = dataclasses.replace(found, coefs=blank)
+    result = pl.ablate(model, held, nothing, label="state", controls=2, mlp=False)
+    assert {row["rank"] for row in result.targets()} == {0}
+    assert {row["drop"] for row in result.rows} == {0.0}
