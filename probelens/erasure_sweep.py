@@ -104,8 +104,11 @@ def erase(
     LEACE is exact on the rows it was fitted on. What is left on new ones shrinks with the width
     divided by the number of *sequences* fitted, since positions of one sequence are much alike: a
     width of 128 wants thousands of them. They are streamed, so memory doesn't grow. INLP removes
-    probe rows until its own probe is at chance; on activations with a few small directions it may
-    take most of the space, and ``rank`` says so.
+    probe rows until its own probe, on held-out sequences of ``fit_batch``, is at chance; on
+    correlated activations it may take most of the space, and ``rank`` says so.
+
+    Whether the variable is gone is then asked of a fresh probe on ``held_batch``, and ``reached`` is
+    its answer. A few hundred sequences there are needed to tell a margin of 0.02 from chance.
 
     Either guards against linear probes only. ``refit_mlp_accuracy`` and ``refit_position_accuracy``
     say what is still there in another form, and then the verdict is "inconclusive".
