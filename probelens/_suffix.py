@@ -113,7 +113,7 @@ class SuffixRuns:
             distrust(self.model)
             return None
         entering = {stop: self._entering(stop, final, cache) for stop in {job.stop for job in self.jobs}}
-        if not self._trust(entering, final):
+        if not self._trust(rows, entering, final):
             return None
         readout = _Readout(self.model, self.read, rows)
         where = None if self.read.pos is None else self.read.pos[rows].to(final.device)
@@ -150,16 +150,21 @@ class SuffixRuns:
     def _entering(self, stop: int, final: Tensor, cache: Mapping[str, Tensor]) -> Tensor:
         return final if stop == self.n else cache[f"blocks.{stop}.hook_resid_pre"]
 
-    def _trust(self, entering: Mapping[int, Tensor], final: Tensor) -> bool:
-        """Whether a run from the middle of these very sequences gives what the whole run gave."""
+    def _trust(self, rows: Tensor, entering: Mapping[int, Tensor], final: Tensor) -> bool:
+        """Whether both the kept run and a run from its middle give what the model's own forward gives.
+
+        Tried on these very inputs, once for the longest sequence so far.
+        """
         length, layer = final.shape[1], min(entering)
-        if layer == self.n or self.resumer.trusted >= length:
+        if self.resumer.trusted >= length:
             return True
         pos = self.resumer.floor(length // 2)
         try:
-            again = self.resumer.tail(entering[layer][:, pos:].clone(), layer, pos, self.n)
-            want = final[:, pos:]
-            right = again.shape == want.shape and bool((again - want).abs().max() <= 1e-5 * want.abs().max())
+            own = self.model(self.tokens[rows], stop_at_layer=self.n)
+            right = _equal(final, own)
+            if right and layer < self.n:
+                again = self.resumer.tail(entering[layer][:, pos:].clone(), layer, pos, self.n)
+                right = _equal(again, own[:, pos:])
         except Exception:
             right = False
         if right:
@@ -243,6 +248,10 @@ class _Readout:
         for (index, _), part in zip(self._held, logits.split(len(self._held[0][1])), strict=True):
             self._values[index] = self.read.fn(part, **data).detach().cpu()
         self._held = []
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool((a - b).abs().max() <= 1e-5 * b.abs().max())
 
 
 def _pick(resid: Tensor, where: Tensor) -> Tensor:
