@@ -73,7 +73,7 @@ def _lines(row: dict[str, Any]) -> list[str]:
             shown = f"costs {1 / ratio:.2f}×"
             wanted, met = f"≤ {-aim:.3g}×", "" if 1 / ratio <= -aim else " (missed)"
         elif row["case"] == "import":
-            shown = f"+{ours[clock] - row['times'][name][clock]:.2f} s"
+            shown = f"{ours[clock] - row['times'][name][clock]:+.2f} s"
             wanted, met = "≤ +0.4 s", "" if ours[clock] - row["times"][name][clock] <= 0.4 else " (missed)"
         first = [row["what"], row["size"], _seconds(ours[clock])] if i == 0 else ["", "", ""]
         equal = ("yes" if row["equal"] else "**no**") if i == 0 and row["differences"] else ""
