@@ -78,9 +78,9 @@ def patch_work(module: Any, vocab: int, length: int, layers: list[int], sample: 
         # Differences mean something beside how much the cells differ from each other.
         return {"path": results[OURS].path, "spread over cells": float(results[OURS].values.mean(-1).std())}
 
-    part = (
-        "" if sample is None else f"TransformerLens runs {len(picked)} of the {len(every)} cells, scaled up"
-    )
+    part = f"layers {', '.join(map(str, layers))} at {length} positions"
+    if sample is not None:
+        part += f"; TransformerLens runs {len(picked)} of the {len(every)} cells, scaled up"
     return Work(
         {OURS: lambda: pl.patch(model, pairs, sites), TL: lambda: tl_patching(other, pairs, cells)},
         compare,
