@@ -54,7 +54,7 @@ class AblationResult(Result):
         target: The label that the model's answer is compared with, or "".
         metric: Name of the metric.
         chance: What the metric gets by guessing.
-        path: How the engine ran: "skip" or "full".
+        path: How the engine ran: "resume", "skip" or "full"; see ``sweep``.
         refit_by_position: Accuracy of the refitted linear probe at each position. (target, pos)
     """
 

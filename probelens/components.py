@@ -44,7 +44,7 @@ class ComponentResult(Result):
         target: The label that the model's answer is compared with.
         metric: Name of the metric.
         chance: What the metric gets by guessing.
-        path: How the engine ran: "skip" or "full".
+        path: How the engine ran: "resume", "skip" or "full"; see ``sweep``.
     """
 
     rows: list[dict[str, Any]]

@@ -54,7 +54,7 @@ class PatchSitesResult(Result):
         answers_at_pos: [clean answer, corrupted answer] read at m. (example, 2)
         mode: "denoise" or "noise".
         metric: Name of the metric.
-        path: How the engine ran: "skip" or "full".
+        path: How the engine ran: "resume", "skip" or "full"; see ``sweep``.
     """
 
     rows: list[dict[str, Any]]

@@ -43,7 +43,7 @@ class PatchResult(Result):
         mode: "denoise" or "noise".
         metric: Name of the metric.
         kind: "patch" for exact values, "attribution" for the first-order estimate.
-        path: How the engine ran: "skip" or "full".
+        path: How the engine ran: "resume", "skip" or "full"; see ``sweep``.
         tokens: The clean tokens, for labels. (example, length)
     """
 
