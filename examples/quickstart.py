@@ -178,6 +178,7 @@ def run(config: Config, progress: bool = True) -> Path:
     record = RunRecord(
         "quickstart", dataclasses.asdict(config), [cell_key(cell) for cell in cells], versions()
     )
+    same_run(store, record)
     record.save(store.folder)
     done = run_grid(run_cell, cells, store, workers=config.workers, progress=progress)
     if done.failed:
@@ -188,6 +189,23 @@ def run(config: Config, progress: bool = True) -> Path:
         text = "\n  ".join([f"{len(told)} of {len(cells)} models failed; the others are kept:", *told])
         raise pl.ProbelensError(text)
     return report(config, record).parent
+
+
+def same_run(store: Store, record: RunRecord) -> None:
+    """Refuse a folder that holds another run: its report would be written over by this one's."""
+    if not (store.folder / "run.json").exists():
+        return
+    before = RunRecord.load(store.folder)
+    # Models may be added to a run; everything else makes it another one.
+    free = ("out", "archs", "workers")
+    mine, theirs = ({k: v for k, v in r.config.items() if k not in free} for r in (record, before))
+    changed = [f"{k}={theirs.get(k)!r} there, {mine[k]!r} now" for k in mine if mine[k] != theirs.get(k)]
+    if before.recipe != record.recipe or changed:
+        what = "; ".join(changed) or f"recipe {before.recipe!r} there, {record.recipe!r} now"
+        raise pl.InputError(
+            f"{str(store.folder)!r} holds a run with other settings ({what}). "
+            "Choose another folder with --set out=FOLDER, or remove this one."
+        )
 
 
 def report(config: Config, record: RunRecord) -> Path:

@@ -72,6 +72,11 @@ class Runs:
 
 def label_of(batch: Any, label: str | None, what: str) -> str:
     """The label meant, which may be left out where there is one."""
+    if not hasattr(batch, "labels") or not hasattr(batch, "mask"):
+        raise InputError(
+            f"ablation needs a Batch with tokens, labels and mask, got a {type(batch).__name__}. "
+            "Make one with task.sample(), or probelens.Batch(tokens, {name: labels})."
+        )
     known = list(batch.labels)
     if label is None and len(known) == 1:
         return str(known[0])

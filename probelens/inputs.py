@@ -131,7 +131,13 @@ class ModelInputs(PointNames):
 
     def _check_tokens(self, tokens: Any) -> None:
         vocab = self.adapter.cfg.d_vocab
-        if not isinstance(tokens, Tensor) or tokens.is_floating_point() or not vocab:
+        if not isinstance(tokens, Tensor) or not vocab:
+            return
+        if tokens.is_floating_point():
+            if tokens.ndim == 2:
+                raise InputError(
+                    f"tokens are integers (batch, pos), got {described(tokens)}. Use tokens.long()."
+                )
             return
         if tokens.numel() == 0 or tokens.ndim != 2:
             raise ShapeError(f"tokens must be (batch, pos) and not empty, got shape {tuple(tokens.shape)}")

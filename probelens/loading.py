@@ -44,6 +44,10 @@ def wrap(module: Any, adapter: str | None = None, **options: Any) -> HookedModel
         return module
     if isinstance(module, (str, os.PathLike)):
         raise AdapterNotFoundError(f"wrap() takes a model; to load one by name use pl.load({str(module)!r})")
+    if isinstance(module, type):
+        raise AdapterNotFoundError(
+            f"wrap() takes a model, not the class {module.__name__}: make one first, {module.__name__}(...)"
+        )
     options = {k: v for k, v in options.items() if v is not None}
     return find_adapter(module, adapter, options).wrap(module, **options)
 

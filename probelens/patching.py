@@ -257,8 +257,7 @@ def patch(
         Denoising ρ = (LD_patch − LD_corr)/(LD_clean − LD_corr): Heimersheim and Nanda 2024,
         arXiv 2404.15255; Zhang and Nanda 2024, arXiv 2309.16042.
     """
-    if mode not in ("denoise", "noise"):
-        raise InputError(f"mode {mode!r} is not known. Allowed: 'denoise', 'noise'")
+    _check_call(pairs, mode)
     names = expand(model, sites)
     where, labels = columns(pos, pairs.clean.shape[1], len(pairs))
     into, source = (pairs.corrupted, pairs.clean) if mode == "denoise" else (pairs.clean, pairs.corrupted)
@@ -303,6 +302,16 @@ def patch(
     )
 
 
+def _check_call(pairs: Any, mode: str) -> None:
+    if mode not in ("denoise", "noise"):
+        raise InputError(f"mode {mode!r} is not known. Allowed: 'denoise', 'noise'")
+    if not hasattr(pairs, "clean") or not hasattr(pairs, "answers"):
+        raise InputError(
+            f"patching needs PatchPairs, got a {type(pairs).__name__}. Make them with task.pairs(), or "
+            "probelens.PatchPairs(clean, corrupted, edit_pos, read_pos, answers)."
+        )
+
+
 def _marks(pairs: Any) -> dict[str, int]:
     """Positions that all pairs share: where they were edited, and where the answer is read."""
     found = {"edited": pairs.edit_pos, "read": pairs.read_pos}
@@ -343,8 +352,7 @@ def attribute(
     """
     from probelens.progress import progress_bar
 
-    if mode not in ("denoise", "noise"):
-        raise InputError(f"mode {mode!r} is not known. Allowed: 'denoise', 'noise'")
+    _check_call(pairs, mode)
     if not model.adapter.differentiable:
         raise InputError(
             f"attribute() needs a gradient, and none comes back from a model run by {model.adapter.name!r} elsewhere. "

@@ -86,7 +86,7 @@ def find_adapter(
         if name not in _entry_points():
             known = sorted(_entry_points())
             raise AdapterNotFoundError(
-                f"adapter {name!r} is not installed. Nearest: {nearest(name, known) or known}. "
+                f"adapter {name!r} is not known. Nearest: {nearest(name, known) or 'none'}. "
                 f"Installed: {', '.join(known)}"
             )
         found = _load(name)
@@ -104,7 +104,12 @@ def find_adapter(
         if not chosen:
             if matching:
                 _check_options(matching[0][1], matching[0][0], wanted)
-            raise InputError(f"no adapter for a {type(module).__name__} takes the options {sorted(wanted)}")
+            known = sorted({option for cls in adapters().values() for option in cls.options})
+            odd = next((option for option in sorted(wanted) if option not in known), sorted(wanted)[0])
+            raise InputError(
+                f"no adapter for a {type(module).__name__} takes the option {odd!r}. "
+                f"Nearest: {nearest(odd, known) or 'none'}. Known: {', '.join(known)}"
+            )
         return chosen[0][1]
     if matching:
         return matching[0][1]

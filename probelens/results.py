@@ -103,6 +103,16 @@ class Result:
     dicts of these. ``save`` and ``load`` keep dtype, shape and NaN exactly.
     """
 
+    def __init_subclass__(cls, **kw: Any) -> None:
+        super().__init_subclass__(**kw)
+        # A dataclass would write out every number of every tensor; it leaves a __repr__ that is there alone.
+        if "__repr__" not in cls.__dict__:
+            cls.__repr__ = Result.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        parts = [f"{f.name}={_short(getattr(self, f.name))}" for f in dataclasses.fields(self)]  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
     def to_dataframe(self) -> pd.DataFrame:
         """Tidy rows, one measurement a row."""
         raise NotImplementedError(f"{type(self).__name__} has no table")
@@ -174,6 +184,15 @@ class Result:
         except Exception as err:
             said_why = str(err)[:300]
             raise StoreError(f"{str(path)!r} is damaged: {type(err).__name__}: {said_why}") from err
+
+
+def _short(value: Any) -> str:
+    """A field in a few words."""
+    if isinstance(value, Tensor):
+        return f"tensor{tuple(value.shape)}" if value.ndim else f"{value.item():.4g}"
+    if isinstance(value, (list, tuple, dict)) and (len(value) > 4 or len(repr(value)) > 60):
+        return f"<{type(value).__name__} of {len(value)}>"
+    return repr(value)
 
 
 def _pack(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:

@@ -62,7 +62,7 @@ def _one(model: HookedModel, site: str) -> list[str]:
         return list(dict.fromkeys(found))
     if any(c in site for c in "*?[.") or site in points:
         return [p.name for p in model.match(site)[0]]
-    short = sorted({n.rsplit(".", 1)[-1].removeprefix("hook_") for n in points})
+    short = [LAYER_AXIS, *sorted({n.rsplit(".", 1)[-1].removeprefix("hook_") for n in points})]
     reason = model.adapter.absent(f"blocks.0.{tail}")
     raise UnknownHookError(
         f"site {site!r} not found in this {type(model.module).__name__}{f': {reason}' if reason else ''}. "

@@ -205,3 +205,14 @@ def test_a_model_that_fails_is_named_with_where_its_traceback_is(
 def test_an_unknown_architecture_is_refused() -> None:
     with pytest.raises(pl.InputError, match="mamba2"):
         quickstart.run(quickstart.Config(archs=("rnn",)))
+
+
+def test_a_folder_of_a_run_with_other_settings_is_refused_and_kept(
+    story: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = statuses(story.folder)
+    assert main([*WORDS, "--set", "seed=1", "--out", str(story.folder)]) == 2
+    told = capsys.readouterr().err
+    assert "seed=0 there, 1 now" in told
+    assert "--set out=FOLDER" in told
+    assert statuses(story.folder) == before

@@ -624,3 +624,14 @@ def test_streamed_activations_that_are_damaged_or_foreign_are_errors(tmp_path: P
     with pytest.raises(pl.StoreError):
         pl.collect(model, x, out=tmp_path / "a")
     assert not Canary.touched
+
+
+def test_a_result_prints_in_a_line_and_says_its_shapes() -> None:
+    result = Sample(
+        1.0, 1, True, "", torch.zeros(50, 60), {"a": torch.zeros(2)}, None, [{"x": 1.0}] * 30, (1, "")
+    )
+    text = repr(result)
+    assert text.startswith("Sample(")
+    assert "tensor(50, 60)" in text
+    assert "<list of 30>" in text
+    assert len(text) < 400

@@ -81,7 +81,8 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device | None = No
     if header is None:
         raise StoreError(
             f"{str(file)!r} is a safetensors file but not a formal model of probelens. "
-            "Give a file written by probelens.models.save(), or load other models with probelens.load()."
+            "Give a file written by probelens.models.save(). A saved result is read by its own class, such as "
+            "probelens.PatchResult.load()."
         )
     try:
         model = build(FormalConfig.from_dict(json.loads(header)["config"]))
