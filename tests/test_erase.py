@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import zoo
 from torch import Tensor
 
 import probelens as pl
@@ -132,6 +133,18 @@ def test_padding_enters_neither_fit_nor_check(spare: World) -> None:
     x = spare.acts(spare.fit)
     torch.testing.assert_close(got.subspaces[SITE](x), pl.leace(x, fit.labels["y"], fit.mask)(x))
     assert got.rows[0]["clean"] == 1.0
+
+
+def test_mamba_runs_on_the_reference_backend_and_gives_the_same_numbers() -> None:
+    model, data = pl.wrap(zoo.build("mamba")), zoo.tokens(80, 7)
+    batch = pl.Batch(data, {"token": data % 3, "answer": model(data).argmax(-1)})
+    site = "blocks.1.hook_resid_post"
+    got = pl.erase(
+        model, batch[:40], batch[40:], label="token", target="answer", sites=site, controls=2, mlp=False
+    )
+    want = pl.ablate(model, batch[40:], got.subspaces, label="token", target="answer", controls=2, mlp=False)
+    torch.testing.assert_close(got.ablation.values, want.values)
+    assert not model.has_hooks()
 
 
 def test_erase_errors(spare: World) -> None:
