@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AblationResult", "ablate", "feeds_readout"]
 
-MARGIN = 0.02
 FLOOR = 0.2
 
 
@@ -45,7 +44,7 @@ class AblationResult(Result):
             draws), control_overlap (share of the subspace that the matched controls share),
             control_problem (why there are none, or None), verdict, and of the refit: probe_accuracy, refit_accuracy, refit_mlp_accuracy,
             refit_position_accuracy (a probe at each position), majority, position_baseline,
-            baseline (the larger of the two).
+            baseline (the larger of the two), read_before, read_after.
         values: The metric of each example under each row's condition. (row, example)
         clean: The metric of each example without ablation. (example,)
         by_position: Mean metric at each position. (row, pos)
@@ -141,7 +140,8 @@ def ablate(
         - "floor": the clean metric is within 0.2 of chance, so nothing can drop.
         - "tautological": the site feeds a linear readout, so that erasing what is read must hurt.
         - "inconclusive": a refitted probe is above baseline + 0.02; the model may still use the variable.
-        - "erased": no probe recovers; the effect says whether the model needed it.
+        - "absent": no probe reads the variable there, ablated or not, so the cost is not about it.
+        - "erased": no probe reads it any more; the effect says whether the model needed it.
 
     Units:
         Fractions for "accuracy"; otherwise drop and effect are in the metric's unit, a loss drops

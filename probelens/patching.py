@@ -352,12 +352,12 @@ def attribute(
     """
     from probelens.progress import progress_bar
 
-    _check_call(pairs, mode)
     if not model.adapter.differentiable:
         raise InputError(
             f"attribute() needs a gradient, and none comes back from a model run by {model.adapter.name!r} elsewhere. "
             "Use patch()"
         )
+    _check_call(pairs, mode)
     names = expand(model, sites)
     where, labels = columns(pos, pairs.clean.shape[1], len(pairs))
     into, source = (pairs.corrupted, pairs.clean) if mode == "denoise" else (pairs.clean, pairs.corrupted)
