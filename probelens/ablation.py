@@ -256,10 +256,9 @@ def _verdicts(
         elif not refit:
             row["verdict"] = "not refitted"
         else:
-            best = max(
-                row["refit_accuracy"], row["refit_mlp_accuracy"] or 0.0, row["refit_position_accuracy"]
+            row["verdict"] = (
+                "inconclusive" if row["read_after"] else "erased" if row["read_before"] else "absent"
             )
-            row["verdict"] = "inconclusive" if best > row["baseline"] + MARGIN else "erased"
 
 
 def feeds_readout(model: HookedModel, site: str) -> bool:

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from probelens._ablating import CONTROLS, Control, Metric, label_of
+from probelens._ablating import CONTROLS, MARGIN, Control, Metric, label_of
 from probelens.ablation import AblationResult, ablate
 from probelens.collect import collect
 from probelens.erasure import LeaceFitter
 from probelens.errors import InputError, ShapeError
 from probelens.inlp import Inlp, inlp
 from probelens.model import HookedModel
-from probelens.probing.refit import MARGIN
 from probelens.progress import progress_bar
 from probelens.results import Result
 from probelens.sites import LAYER_AXIS, Sites, expand

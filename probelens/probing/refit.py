@@ -12,14 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probelens._ablating import MARGIN
 from probelens.probing.mlp import mlp_accuracy
 from probelens.probing.protocol import refit_accuracy
 from probelens.probing.splits import FRACTIONS, Split, split_by_group
 
-__all__ = ["MARGIN", "PositionProbes", "guess_accuracy", "position_probes", "refit_check"]
-
-MARGIN = 0.02
-"""A probe reads a label when its accuracy is above the baseline by more than this."""
+__all__ = ["PositionProbes", "guess_accuracy", "position_probes", "refit_check"]
 
 _ALPHAS = tuple(10.0**k for k in range(-3, 4))
 _MOST_POSITIONS = 128
