@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CONTROLS",
-    "MARGIN",
     "Control",
     "Drawn",
     "Metric",
@@ -29,16 +28,12 @@ __all__ = [
     "accuracy_chance",
     "draw",
     "label_of",
-    "reader",
-    "remove",
     "run",
     "score",
-    "scored_positions",
 ]
 
 Metric = Literal["accuracy", "next_token_loss"] | Callable[..., Tensor]
 Control = Literal["random", "random_matched", "pca"]
-MARGIN = 0.02  # a probe reads a label when its accuracy is above the baseline by more than this
 CONTROLS: tuple[Control, ...] = ("random", "random_matched", "pca")
 
 
@@ -72,6 +67,7 @@ class Runs:
     clean: Tensor
     scored: Tensor
     path: str
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 def label_of(batch: Any, label: str | None, what: str) -> str:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AblationResult", "ablate", "feeds_readout"]
 
+MARGIN = 0.02
 FLOOR = 0.2
 
 
@@ -44,7 +45,7 @@ class AblationResult(Result):
             draws), control_overlap (share of the subspace that the matched controls share),
             control_problem (why there are none, or None), verdict, and of the refit: probe_accuracy, refit_accuracy, refit_mlp_accuracy,
             refit_position_accuracy (a probe at each position), majority, position_baseline,
-            baseline (the larger of the two), read_before, read_after.
+            baseline (the larger of the two).
         values: The metric of each example under each row's condition. (row, example)
         clean: The metric of each example without ablation. (example,)
         by_position: Mean metric at each position. (row, pos)
@@ -140,8 +141,7 @@ def ablate(
         - "floor": the clean metric is within 0.2 of chance, so nothing can drop.
         - "tautological": the site feeds a linear readout, so that erasing what is read must hurt.
         - "inconclusive": a refitted probe is above baseline + 0.02; the model may still use the variable.
-        - "absent": no probe reads the variable there, ablated or not, so the cost is not about it.
-        - "erased": no probe reads it any more; the effect says whether the model needed it.
+        - "erased": no probe recovers; the effect says whether the model needed it.
 
     Units:
         Fractions for "accuracy"; otherwise drop and effect are in the metric's unit, a loss drops
@@ -256,9 +256,10 @@ def _verdicts(
         elif not refit:
             row["verdict"] = "not refitted"
         else:
-            row["verdict"] = (
-                "inconclusive" if row["read_after"] else "erased" if row["read_before"] else "absent"
+            best = max(
+                row["refit_accuracy"], row["refit_mlp_accuracy"] or 0.0, row["refit_position_accuracy"]
             )
+            row["verdict"] = "inconclusive" if best > row["baseline"] + MARGIN else "erased"
 
 
 def feeds_readout(model: HookedModel, site: str) -> bool:

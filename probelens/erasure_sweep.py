@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from probelens._ablating import CONTROLS, MARGIN, Control, Metric, label_of
-from probelens.ablation import AblationResult, ablate
+from probelens._ablating import CONTROLS, Control, Metric, label_of
+from probelens.ablation import MARGIN, AblationResult, ablate
 from probelens.collect import collect
 from probelens.erasure import LeaceFitter
 from probelens.errors import InputError, ShapeError

@@ -195,15 +195,6 @@ def test_position_probes_never_look_at_masked_rows() -> None:
     assert torch.isnan(one.by_position[0])
 
 
-def test_of_long_sequences_some_positions_are_probed() -> None:
-    x, y = coded(n=40, pos=300)
-    mask, split = torch.ones_like(y, dtype=torch.bool), split_by_group(torch.arange(40))
-    got = position_probes(x, y, mask, split)
-    assert got.accuracy > 0.6
-    assert int((~torch.isnan(got.by_position)).sum()) == 128
-    assert not torch.isnan(got.by_position[[0, -1]]).any()
-
-
 def test_guesses_from_nothing_and_from_the_position() -> None:
     y = torch.tensor([[0, 1, 1, 1]]).expand(20, -1).contiguous()
     mask, split = torch.ones_like(y, dtype=torch.bool), split_by_group(torch.arange(20))

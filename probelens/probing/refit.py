@@ -12,15 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probelens._ablating import MARGIN
-from probelens.probing.mlp import mlp_accuracy
 from probelens.probing.protocol import refit_accuracy
 from probelens.probing.splits import FRACTIONS, Split, split_by_group
 
 __all__ = ["PositionProbes", "guess_accuracy", "position_probes", "refit_check"]
 
 _ALPHAS = tuple(10.0**k for k in range(-3, 4))
-_MOST_POSITIONS = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +27,6 @@ class PositionProbes:
     Args:
         accuracy: Over all test rows.
         by_position: Accuracy at each position, NaN where no row counts. (pos,)
-            Of long sequences 128 positions, evenly spaced, are probed, and the others are NaN too.
         alpha: The ridge penalty that did best on validation, per training row.
     """
 
@@ -68,9 +64,7 @@ def position_probes(x: Tensor, labels: Tensor, mask: Tensor, split: Split) -> Po
     common = _common(labels, mask, split, k)
     guesses = common.expand(len(_ALPHAS), *truth.shape).clone()
     right = torch.zeros(len(_ALPHAS))
-    where = torch.linspace(0, x.shape[1] - 1, min(x.shape[1], _MOST_POSITIONS)).round().long().tolist()
-    keep = keep & torch.zeros_like(keep).index_fill(1, torch.tensor(where), True)
-    for t in where:
+    for t in range(x.shape[1]):
         train, val, test = (rows[mask[rows, t]] for rows in (split.train, split.val, split.test))
         if not len(train) or not len(test):
             continue
@@ -156,9 +150,8 @@ def refit_check(
     Returns:
         probe_accuracy (linear, before), refit_accuracy (linear, after), refit_mlp_accuracy,
         refit_position_accuracy (one probe per position), majority, position_baseline (best guess
-        from the position alone), baseline (the larger of the two), refit_n_test, read_before and
-        read_after (whether any of the probes is above the baseline by more than 0.02); and the
-        refitted pooled probe's accuracy at each position. (pos,)
+        from the position alone), baseline (the larger of the two), refit_n_test; and the refitted
+        pooled probe's accuracy at each position. (pos,)
     """
     row, by_position = refit_accuracy(clean, ablated, labels, mask, groups, mlp=mlp, seed=seed)
     split = split_by_group(groups, FRACTIONS, seed)
@@ -170,19 +163,4 @@ def refit_check(
         # Position is no memory of the variable: what it gives away alone is not counted as read.
         baseline=max(majority, position),
     )
-    bar = row["baseline"] + MARGIN
-    row["read_after"] = any(
-        (row[f"refit_{kind}"] or 0.0) > bar for kind in ("accuracy", "mlp_accuracy", "position_accuracy")
-    )
-    # Where a linear probe reads it, or any probe still does, it was there; otherwise the others are asked too.
-    before = row["read_after"] or row["probe_accuracy"] > bar
-    if not before:
-        before = position_probes(clean, labels, mask, split).accuracy > bar
-    if not before and mlp:
-        parts = [
-            (clean[rows][mask[rows]], labels[rows][mask[rows]])
-            for rows in (split.train, split.val, split.test)
-        ]
-        before = mlp_accuracy(parts[0], parts[1], parts[2], seed=seed) > bar
-    row["read_before"] = before
     return row, by_position
