@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from probelens import wrap
 from probelens.errors import InputError, StoreError
 from probelens.models import (
     ARCHITECTURES,
@@ -288,3 +290,35 @@ def test_a_recurrent_model_needs_no_transformers() -> None:
         "assert 'transformers' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# Without a convolution
+
+
+@pytest.mark.parametrize("arch", ["mamba", "mamba2"])
+def test_with_one_tap_the_convolution_has_no_past(arch: str) -> None:
+    with_past, without = small(arch), small(arch, d_conv=1)
+    shapes = [
+        {p.shape[-1] for name, p in m.named_parameters() if "conv1d.weight" in name}
+        for m in (with_past, without)
+    ]
+    assert shapes == [{4}, {1}]
+    tokens = torch.randint(0, 7, (2, 12), generator=torch.Generator().manual_seed(0))
+    model = wrap(without)
+    with model.backend("reference"):
+        torch.testing.assert_close(model(tokens), logits(without, tokens), atol=1e-5, rtol=1e-5)
+    changed = tokens.clone()
+    changed[:, 3] = (changed[:, 3] + 1) % 7
+    convolved = [
+        model.run_with_cache(t, names_filter="blocks.0.mixer.hook_conv")[1]["blocks.0.mixer.hook_conv"]
+        for t in (tokens, changed)
+    ]
+    differs = (convolved[0] - convolved[1]).abs().amax((0, 2)) > 0
+    assert differs.nonzero().flatten().tolist() == [3]
+
+
+def test_the_number_of_taps_is_checked_and_saved(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="d_conv must be a positive integer, not 0"):
+        FormalConfig("mamba", d_vocab=7, d_conv=0)
+    save(small("mamba", d_conv=1), tmp_path / "model.safetensors")
+    assert config_of(load(tmp_path / "model.safetensors")).conv_kernel == 1

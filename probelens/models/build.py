@@ -126,12 +126,15 @@ def _construct(config: FormalConfig) -> nn.Module:
         return transformers.GPTNeoXForCausalLM(hf)
     expand = config.width // config.d_model
     if config.arch == "mamba":
-        hf = transformers.MambaConfig(**common, expand=expand, state_size=config.state_size)
+        hf = transformers.MambaConfig(
+            **common, expand=expand, state_size=config.state_size, conv_kernel=config.conv_kernel
+        )
         return transformers.MambaForCausalLM(hf)
     hf = transformers.Mamba2Config(
         **common,
         expand=expand,
         state_size=config.state_size,
+        conv_kernel=config.conv_kernel,
         head_dim=config.d_head,
         num_heads=config.width // config.d_head,
         n_groups=1,

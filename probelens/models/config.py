@@ -18,6 +18,7 @@ __all__ = ["ARCHITECTURES", "FormalConfig"]
 ARCHITECTURES = ("transformer", "mamba", "mamba2", "lstm", "gru")
 """The architectures that `probelens.models.build` knows."""
 
+_OPTIONAL = ("hidden_size", "d_state", "d_conv")
 # 12 d_model^2 per layer is a Transformer block; the surplus brings 4 x 128 to 830K.
 _PARAMETERS_PER_LAYER = 830_000 / (4 * 128**2)
 
@@ -41,6 +42,8 @@ class FormalConfig:
             Transformer's MLP, 2 d_model channels in Mamba and Mamba-2, and for LSTM and GRU
             the multiple of 4 that brings 4 layers of d_model 128 nearest to 830K parameters.
         d_state: State size per channel (Mamba: 16) or per head (Mamba-2: 128); None for these.
+        d_conv: Taps of the short convolution of Mamba and Mamba-2; None for 4. With 1 it has no past tap:
+            a model trained without a convolution.
         embedding_std: Standard deviation of the initial embedding. An LSTM's layer profile
             depends on it, so it is part of the description.
 
@@ -67,6 +70,7 @@ class FormalConfig:
     n_heads: int = 4
     hidden_size: int | None = None
     d_state: int | None = None
+    d_conv: int | None = None
     embedding_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -76,9 +80,9 @@ class FormalConfig:
             raise InputError(
                 f"unknown architecture {self.arch!r}. Allowed: {', '.join(ARCHITECTURES)}.{hint}"
             )
-        for name in ("d_vocab", "n_layers", "d_model", "n_heads", "hidden_size", "d_state"):
+        for name in ("d_vocab", "n_layers", "d_model", "n_heads", *_OPTIONAL):
             value = getattr(self, name)
-            if value is None and name in ("hidden_size", "d_state"):
+            if value is None and name in _OPTIONAL:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(f"{name} must be a positive integer, not {value!r}.")
@@ -137,6 +141,11 @@ class FormalConfig:
     def state_size(self) -> int:
         """State size of Mamba per channel and of Mamba-2 per head: `d_state` or the default."""
         return self.d_state if self.d_state is not None else {"mamba2": 128}.get(self.arch, 16)
+
+    @property
+    def conv_kernel(self) -> int:
+        """Taps of the short convolution (Mamba, Mamba-2): `d_conv` or 4."""
+        return self.d_conv if self.d_conv is not None else 4
 
     @classmethod
     def for_task(
