@@ -45,10 +45,7 @@ class KeyValues(Resumer):
         from transformers.cache_utils import DynamicCache
 
         self.kept: Any = DynamicCache(config=self.model.module.config)
-        final, cache = self.model.run_with_cache(
-            tokens, list(names), stop_at_layer=self.n, **self._with(self.kept)
-        )
-        return final, cache
+        return self.forward(tokens, names, **self._with(self.kept))
 
     def tail(self, resid: Tensor, layer: int, pos: int, until: int) -> Tensor:
         past = {} if pos == 0 else self._with(self._before(pos, range(layer, until), len(resid)))
@@ -103,12 +100,14 @@ class Recurrent(Resumer):
     def base(self, tokens: Tensor, names: Iterable[str]) -> tuple[Tensor, Mapping[str, Tensor]]:
         taps = [_Keep(mixer, self.stride) for mixer in self.mixers]
         with self._mixing(lambda i: {"tap": taps[i]}):
-            final, cache = self.model.run_with_cache(tokens, list(names), stop_at_layer=self.n)
+            final, cache = self.forward(tokens, names)
         self.kept = [(tap.inputs, tap.states) for tap in taps]
         return final, cache
 
-    def running(self) -> contextlib.AbstractContextManager[None]:
-        return self._mixing(lambda i: {})
+    def running(self) -> contextlib.AbstractContextManager[Any]:
+        # The model's own way to the reference mixers: a swap of their forward would hide them from its hooks
+        # where the caller is inside `model.backend("reference")` already.
+        return self.model.backend("reference")
 
     def tail(self, resid: Tensor, layer: int, pos: int, until: int) -> Tensor:
         def begin(i: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -51,6 +51,14 @@ class Resumer(ABC):
             The residual after the last block (example, pos, d_model), and the cache.
         """
 
+    def forward(
+        self, tokens: Tensor, names: Iterable[str], **arguments: Any
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The residual after the last block, and what the named points saw; edits within block 0 need none."""
+        if wanted := list(names):
+            return self.model.run_with_cache(tokens, wanted, stop_at_layer=self.n, **arguments)
+        return self.model(tokens, stop_at_layer=self.n, **arguments), {}
+
     def floor(self, pos: int) -> int:
         """The last position up to ``pos`` at which a run can begin."""
         return pos
@@ -69,7 +77,7 @@ class Resumer(ABC):
             The residual there, in the shape of ``resid``.
         """
 
-    def running(self) -> contextlib.AbstractContextManager[None]:
+    def running(self) -> contextlib.AbstractContextManager[Any]:
         """A context whose runs over whole sequences give the very numbers that ``base`` gives."""
         return contextlib.nullcontext()
 

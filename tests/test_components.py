@@ -10,6 +10,7 @@ import zoo
 from torch import Tensor
 
 import probelens as pl
+from probelens._resume import distrust
 from probelens.collect import collect
 from probelens.components import donor_rows
 from probelens.convolution import VARIANTS
@@ -257,3 +258,20 @@ def test_convolutions_by_layer_and_what_has_none() -> None:
         pl.ablate_convolution(model, batch, layers="all")  # type: ignore[arg-type]
     with pytest.raises(pl.InputError, match="'current_tap'"):
         pl.ablate_convolution(model, batch, "A1")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+@pytest.mark.parametrize("layers", ["each", "together"])
+def test_convolutions_in_long_sequences_equal_whole_runs(family: str, layers: str) -> None:
+    # Long enough that runs go on from the middle of a sequence, inside the reference backend.
+    def ablated(model: pl.HookedModel) -> pl.ComponentResult:
+        return pl.ablate_convolution(model, batch, "resample_past", layers, draws=4, batch_size=4)
+
+    tokens = zoo.tokens(6, 24)
+    model, plain = pl.wrap(zoo.build(family)), pl.wrap(zoo.build(family))
+    distrust(plain)
+    batch = pl.Batch(tokens, {"answer": model(tokens).argmax(-1)})
+    got, want = ablated(model), ablated(plain)
+    assert (got.path, want.path) == ("full", "full"), "the clean run has no edits"
+    torch.testing.assert_close(got.values, want.values)
+    assert all(row["drop"] > 0 for row in got.rows)
