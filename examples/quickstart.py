@@ -12,13 +12,12 @@ To try it on a model of your own, copy this file and change `train_model`.
 from __future__ import annotations
 
 import dataclasses
-import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import probelens as pl
-from probelens.experiments import RunRecord, Status, Store, cell_key, run_grid
+from probelens.experiments import RunRecord, Status, Store, cell_key, run_grid, versions
 
 LABELS = {
     "depth": "depth (open brackets, 0 to 10)",
@@ -178,8 +177,8 @@ def run(config: Config, progress: bool = True) -> Path:
     record = RunRecord(
         "quickstart", dataclasses.asdict(config), [cell_key(cell) for cell in cells], versions()
     )
-    same_run(store, record)
-    record.save(store.folder)
+    # Models may be added to a run; everything else makes it another one.
+    record.start(store.folder, free=("out", "archs", "workers"))
     done = run_grid(run_cell, cells, store, workers=config.workers, progress=progress)
     if done.failed:
         told = [
@@ -189,23 +188,6 @@ def run(config: Config, progress: bool = True) -> Path:
         text = "\n  ".join([f"{len(told)} of {len(cells)} models failed; the others are kept:", *told])
         raise pl.ProbelensError(text)
     return report(config, record).parent
-
-
-def same_run(store: Store, record: RunRecord) -> None:
-    """Refuse a folder that holds another run: its report would be written over by this one's."""
-    if not (store.folder / "run.json").exists():
-        return
-    before = RunRecord.load(store.folder)
-    # Models may be added to a run; everything else makes it another one.
-    free = ("out", "archs", "workers")
-    mine, theirs = ({k: v for k, v in r.config.items() if k not in free} for r in (record, before))
-    changed = [f"{k}={theirs.get(k)!r} there, {mine[k]!r} now" for k in mine if mine[k] != theirs.get(k)]
-    if before.recipe != record.recipe or changed:
-        what = "; ".join(changed) or f"recipe {before.recipe!r} there, {record.recipe!r} now"
-        raise pl.InputError(
-            f"{str(store.folder)!r} holds a run with other settings ({what}). "
-            "Choose another folder with --set out=FOLDER, or remove this one."
-        )
 
 
 def report(config: Config, record: RunRecord) -> Path:
@@ -234,14 +216,3 @@ def report(config: Config, record: RunRecord) -> Path:
         store.all_rows(finished).to_parquet(part, index=False)
     cells = [(store.config(key), store.cell(key)) for key in finished]
     return write(store, cells, config, record.versions)
-
-
-def versions() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
-    import torch
-    import transformers
-
-    return {
-        "probelens": pl.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
-        "Python": platform.python_version(),
-    }  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from probelens._settings import arguments
 from probelens.errors import InputError, MetricError, StoreError
-from probelens.experiments.record import RunRecord
+from probelens.experiments.record import RunRecord, versions
 from probelens.results import atomic_path
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ def profile_model(
         **asdict(settings),
     }
     # Before the measurement: a folder that can't be written should be noticed now, not after it.
-    RunRecord(NAME, config, versions=_versions()).save(folder)
+    RunRecord(NAME, config, versions=versions()).save(folder)
     options = asdict(settings)
     n_pairs = options.pop("n_pairs")
     found = profile(
@@ -240,15 +239,3 @@ def _trained_on(folder: Path) -> dict[str, Any] | None:
 
 def _same_group(trained: dict[str, Any], asked: dict[str, Any]) -> bool:
     return trained.get("group") == asked.get("group")
-
-
-def _versions() -> dict[str, str]:
-    import torch
-
-    import probelens
-
-    return {
-        "probelens": probelens.__version__,
-        "torch": torch.__version__,
-        "Python": platform.python_version(),
-    }

@@ -14,7 +14,8 @@ import pytest
 from grid_cells import square
 
 import probelens as pl
-from probelens.experiments import Store, cell_key, run_grid
+from probelens.errors import InputError
+from probelens.experiments import RunRecord, Store, cell_key, run_grid
 
 HERE = Path(__file__).parent
 
@@ -132,3 +133,23 @@ def test_equal_cells_and_cells_without_rows_are_errors(tmp_path: Path) -> None:
         run_grid(square, [{"x": 1}, {"x": 1}], store)
     with pytest.raises(pl.InputError, match="at least one row"):
         store.write(cell_key({"x": 1}), {"x": 1}, [])
+
+
+def test_rows_that_use_a_column_in_two_ways_are_refused_by_name(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    key = cell_key({"seed": 1})
+    with pytest.raises(InputError, match="column reached .*two names"):
+        store.write(key, {"seed": 1}, [{"reached": True}, {"reached": "chance"}])
+    assert not store.done(key) and store.keys() == []
+
+
+def test_a_run_may_grow_but_not_change(tmp_path: Path) -> None:
+    first = RunRecord("r", {"out": "a", "steps": 5, "seeds": (0,)}, ["0"])
+    first.start(tmp_path, free=("out", "seeds"))
+    grown = RunRecord("r", {"out": "b", "steps": 5, "seeds": (0, 1)}, ["0", "1"])
+    grown.start(tmp_path, free=("out", "seeds"))
+    assert RunRecord.load(tmp_path).cells == ["0", "1"]
+    for other in (RunRecord("r", {"steps": 6, "seeds": (0,)}), RunRecord("s", {"steps": 5})):
+        with pytest.raises(InputError, match="holds a run with other settings"):
+            other.start(tmp_path, free=("out", "seeds"))
+    assert RunRecord.load(tmp_path).cells == ["0", "1"]

@@ -1,8 +1,8 @@
 """Experiments: cells with a key, a store that keeps their rows, and a grid that runs what is missing."""
 
 from probelens.experiments.grid import GridReport, run_grid
-from probelens.experiments.record import RunRecord
+from probelens.experiments.record import RunRecord, versions
 from probelens.experiments.status import Status
 from probelens.experiments.store import Store, cell_key
 
-__all__ = ["GridReport", "RunRecord", "Status", "Store", "cell_key", "run_grid"]
+__all__ = ["GridReport", "RunRecord", "Status", "Store", "cell_key", "run_grid", "versions"]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import platform
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from probelens.errors import InputError, StoreError
 from probelens.results import atomic_path
 
-__all__ = ["RunRecord"]
+__all__ = ["RunRecord", "versions"]
 
 FILE = "run.json"
 
@@ -67,6 +68,39 @@ class RunRecord:
             part.write_text(text, encoding="utf-8")
         return path
 
+    def start(self, folder: str | os.PathLike[str], free: Sequence[str] = ("out", "workers")) -> Path:
+        """Write the record into a folder that is new or holds this same run; refuse one that holds another.
+
+        Args:
+            folder: The run folder.
+            free: Settings that may differ: those that only add cells to a run, or don't change its numbers.
+
+        Returns:
+            The file written.
+
+        Raises:
+            InputError: The folder holds a run of another recipe or with other settings, whose report
+                would be written over by this one's.
+            StoreError: The folder's record is damaged, or it can't be written.
+        """
+        if (Path(folder) / FILE).exists():
+            before = RunRecord.load(folder)
+            # As they come back from the file: tuples are lists there.
+            mine, theirs = (
+                {k: v for k, v in json.loads(json.dumps(r.config)).items() if k not in free}
+                for r in (self, before)
+            )
+            changed = [
+                f"{k}={theirs.get(k)!r} there, {mine[k]!r} now" for k in mine if mine[k] != theirs.get(k)
+            ]
+            if before.recipe != self.recipe or changed:
+                what = "; ".join(changed) or f"recipe {before.recipe!r} there, {self.recipe!r} now"
+                raise InputError(
+                    f"{str(folder)!r} holds a run with other settings ({what}). "
+                    "Choose another folder with --set out=FOLDER, or remove this one."
+                )
+        return self.save(folder)
+
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> RunRecord:
         """Read the record of a run folder.
@@ -104,6 +138,19 @@ class RunRecord:
         if not plain:
             raise StoreError(f"{str(path)!r} is not the record of a run. Run the recipe again.")
         return found
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a run's numbers depend on."""
+    import torch
+    import transformers
+
+    import probelens
+
+    return {
+        "probelens": probelens.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
+        "Python": platform.python_version(),
+    }  # fmt: skip
 
 
 def _strings(value: Any) -> bool:

@@ -83,10 +83,11 @@ class Store:
         """Complete a cell: its config, then its rows, each whole or not at all.
 
         Raises:
-            InputError: No rows.
+            InputError: No rows, or a column whose values are of several types.
             StoreError: The folder can't be written.
         """
         import pandas as pd
+        import pyarrow as pa
 
         rows = list(rows)
         if not rows:
@@ -96,8 +97,14 @@ class Store:
         folder = self.cell(key)
         with atomic_path(folder / "config.json") as part:
             part.write_text(json.dumps(dict(config), indent=2, sort_keys=True, allow_nan=False))
-        with atomic_path(folder / "rows.parquet") as part:
-            pd.DataFrame(rows).to_parquet(part, index=False)
+        try:
+            with atomic_path(folder / "rows.parquet") as part:
+                pd.DataFrame(rows).to_parquet(part, index=False)
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as err:
+            raise InputError(
+                f"the rows of a cell can't be a table: {'; '.join(map(str, err.args))}. Give each column values of "
+                "one type: two kinds of rows that use a name differently need two names."
+            ) from err
         return folder / "rows.parquet"
 
     def config(self, key: str) -> dict[str, Any]:
