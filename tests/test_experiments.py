@@ -140,7 +140,8 @@ def test_rows_that_use_a_column_in_two_ways_are_refused_by_name(tmp_path: Path) 
     key = cell_key({"seed": 1})
     with pytest.raises(InputError, match="column reached .*two names"):
         store.write(key, {"seed": 1}, [{"reached": True}, {"reached": "chance"}])
-    assert not store.done(key) and store.keys() == []
+    assert not store.done(key)
+    assert store.keys() == []
 
 
 def test_a_run_may_grow_but_not_change(tmp_path: Path) -> None:
