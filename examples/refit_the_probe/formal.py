@@ -1,0 +1,177 @@
+"""The paper's formal experiments: five architectures on Parity, S3, Dyck and Counter, everything measured on each.
+
+    probelens run paper-formal --preset smoke     under a minute; proves that it runs, its models learn nothing
+    probelens run paper-formal --preset cpu       two cores, some hours, one seed
+    probelens run paper-formal --preset paper     four seeds and more data
+
+A cell is one trained model. What is finished is kept, so a run can be stopped at any time, and goes on where it
+stopped; architectures, tasks and seeds can be added to a run folder. The folder gets `rows.parquet` (every number),
+`claims.parquet` (the paper's claims beside ours), figures and `report.html`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import probelens as pl
+from probelens.examples.refit_the_probe.formal_cell import run_cell
+from probelens.examples.refit_the_probe.setup import ARCHS, NAMES, TASKS, TITLES
+from probelens.experiments import RunRecord, Store, cell_key, run_grid, versions
+
+__all__ = ["PRESETS", "Config", "report", "run"]
+
+FREE = ("out", "archs", "tasks", "seeds", "stds", "retrained", "workers")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Settings of the formal grid.
+
+    Args:
+        out: Run folder.
+        archs: Models: "transformer", "mamba", "mamba2", "lstm", "gru".
+        tasks: "parity", "s3", "dyck", "counter".
+        seeds: One training run each.
+        stds: Further scales of the initial embedding, tried on LSTM and GRU, probes only.
+        retrained: Tasks on which Mamba is also trained without its convolution, behaviour only.
+        length: Tokens in a training sequence.
+        lengths: Tokens in the sequences of length transfer.
+        steps: Most training steps; training stops earlier, at 99 %.
+        n_probe: Sequences for probes, split 60/20/20.
+        n_leace: Sequences that LEACE is fitted on: what it leaves on new ones shrinks with their number.
+        n_inlp: Of these, how many INLP is fitted on.
+        n_held: Sequences that ablations are measured on.
+        n_length: Sequences of each length of the transfer.
+        n_pairs: Clean/corrupted pairs for patching.
+        controls: Random subspaces beside each ablation, of each kind.
+        workers: Cells at once, one thread each; None for one a core.
+    """
+
+    out: str = "runs/paper-formal"
+    archs: tuple[str, ...] = ARCHS
+    tasks: tuple[str, ...] = TASKS
+    seeds: tuple[int, ...] = (0,)
+    stds: tuple[float, ...] = (0.2, 1.0)
+    retrained: tuple[str, ...] = ("parity", "s3", "dyck")
+    length: int = 40
+    lengths: tuple[int, ...] = (40, 60, 80, 100, 120)
+    steps: int = 8000
+    n_probe: int = 400
+    n_leace: int = 4000
+    n_inlp: int = 1000
+    n_held: int = 300
+    n_length: int = 60
+    n_pairs: int = 200
+    controls: int = 20
+    workers: int | None = None
+
+    def cells(self) -> list[dict[str, Any]]:
+        """The settings of each cell on which its numbers depend."""
+        found = [
+            self._cell(arch, task, seed, parts=("probes", "erasure", "patching", "convolution"))
+            for seed, task, arch in itertools.product(self.seeds, self.tasks, self.archs)
+        ]
+        scaled = [task for task in ("parity", "s3") if task in self.tasks]
+        for seed, task, arch, std in itertools.product(self.seeds, scaled, self.archs, self.stds):
+            if arch in ("lstm", "gru"):
+                found.append(self._cell(arch, task, seed, parts=("probes",), embedding_std=std))
+        if "mamba" in self.archs:
+            for seed, task in itertools.product(self.seeds, self.retrained):
+                if task in self.tasks:
+                    found.append(self._cell("mamba", task, seed, parts=(), convolution=False))
+        return found
+
+    def _cell(
+        self, arch: str, task: str, seed: int, parts: tuple[str, ...], **changed: Any
+    ) -> dict[str, Any]:
+        name = f"{NAMES[arch]} {TITLES[task]}"
+        if "embedding_std" in changed:
+            name += f", embedding std {changed['embedding_std']:g}"
+        if "convolution" in changed:
+            name += ", no convolution"
+        shared = {
+            k: list(v) if isinstance(v, tuple) else v
+            for k, v in dataclasses.asdict(self).items()
+            if k not in FREE
+        }
+        return {
+            "recipe": "paper-formal", "name": f"{name}, seed {seed}", "arch": arch, "task": task, "seed": seed,
+            "parts": list(parts), "embedding_std": 0.02, "convolution": True, **shared, **changed,
+        }  # fmt: skip
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "smoke": {
+        "archs": ("gru", "mamba"), "tasks": ("parity",), "stds": (), "retrained": ("parity",), "length": 12,
+        "lengths": (12, 20), "steps": 20, "n_probe": 40, "n_leace": 60, "n_inlp": 60, "n_held": 30, "n_length": 8, "n_pairs": 20,
+        "controls": 2,
+    },
+    "cpu": {},
+    "paper": {"seeds": (0, 1, 2, 3, 4, 5), "n_probe": 1000, "n_leace": 10000, "n_inlp": 2000, "n_held": 600, "n_length": 200, "steps": 20000},
+}  # fmt: skip
+
+
+def run(config: Config, progress: bool = True) -> Path:
+    """Run what is missing and write tables, figures and the report.
+
+    Args:
+        config: Settings.
+        progress: Show progress.
+
+    Returns:
+        The run folder.
+
+    Raises:
+        probelens.InputError: An unknown architecture or task, or a folder that holds another run.
+        probelens.ProbelensError: A cell failed; the others are kept and reported.
+    """
+    for asked, allowed in ((config.archs, ARCHS), (config.tasks, TASKS), (config.retrained, TASKS)):
+        unknown = [name for name in asked if name not in allowed]
+        if unknown:
+            raise pl.InputError(f"unknown {', '.join(map(repr, unknown))}: allowed are {', '.join(allowed)}")
+    if not (config.archs and config.tasks and config.seeds):
+        raise pl.InputError("archs, tasks and seeds must name at least one each")
+    store, cells = Store(config.out), config.cells()
+    record = RunRecord("paper-formal", dataclasses.asdict(config), [cell_key(c) for c in cells], versions())
+    record.start(store.folder, free=FREE)
+    done = run_grid(run_cell, cells, store, workers=config.workers, progress=progress)
+    if any(store.done(key) for key in record.cells):
+        report(config, record)
+    if done.failed:
+        told = [
+            f"{text.strip().splitlines()[-1]} ({store.cell(key) / 'error.txt'})"
+            for key, text in done.failed.items()
+        ]
+        raise pl.ProbelensError(
+            "\n  ".join(
+                [f"{len(told)} of {len(cells)} cells failed; the others are kept and reported:", *told]
+            )
+        )
+    return store.folder
+
+
+def report(config: Config, record: RunRecord) -> Path:
+    """Write tables, figures and the report again, from saved rows alone.
+
+    Args:
+        config: Settings of the run; its ``out`` is the run folder.
+        record: What the run folder says about itself.
+
+    Returns:
+        The report's file.
+
+    Raises:
+        probelens.StoreError: No cell of the run is finished.
+    """
+    from probelens.examples.refit_the_probe.formal_report import write
+
+    store = Store(config.out)
+    finished = store.keys()
+    if not finished:
+        raise pl.StoreError(
+            f"no cell in {config.out!r} is finished, so there is nothing to report. Run it first."
+        )
+    return write(store.all_rows(finished), store.folder, dataclasses.asdict(config), record.versions)

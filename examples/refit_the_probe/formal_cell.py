@@ -1,0 +1,268 @@
+"""One cell of the formal grid: train a model, measure it, and keep each part's result as its own file.
+
+A part that is in the folder is not measured again, so a cell that was killed goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import probelens as pl
+from probelens.collect import collect
+from probelens.dose import first_directions
+from probelens.erasure_sweep import ErasureResult
+from probelens.examples.refit_the_probe.setup import LABELS, PAIRS, PROBED, build, make_task, training
+from probelens.experiments import Status
+from probelens.final_layer import PatchSitesResult
+from probelens.indices import ProfileIndices, profile_indices
+from probelens.models.evaluation import EvalResult
+from probelens.results import Result
+from probelens.sites import LAYER_AXIS
+from probelens.subspaces import from_probe
+
+__all__ = ["SPANS", "measure", "run_cell"]
+
+R = TypeVar("R", bound=Result)
+LATE = 16  # short prefixes recur in every split, so positions from here on are also reported apart
+SPANS = ("all", "late")
+BATCH = 100
+
+
+def run_cell(config: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """Train and measure one cell.
+
+    Args:
+        config: As ``formal.Config.cells`` makes it.
+        folder: Where checkpoints and results stay.
+
+    Returns:
+        Every number as rows, told apart by the column ``kind``.
+    """
+    task, status = make_task(config["task"]), Status(folder)
+    model = build(config, task, config["seed"])
+
+    def show(step: Mapping[str, Any]) -> None:
+        said = f"accuracy {step['accuracy']:.2f} at length {step['length']}"
+        status.update("training, step", int(step["step"]), config["steps"], said)
+
+    trained = pl.training.train(
+        model, task, config=training(config), checkpoint_dir=folder / "train", progress=show,
+        backend="reference" if config["arch"] in ("mamba", "mamba2") else None,
+    )  # fmt: skip
+    trained.save(folder / "training.safetensors")
+    rows = _tidy("training", trained)
+    rows[-1] |= {"n_params": trained.n_params, "learned": trained.reached, "cpu_seconds": trained.cpu_seconds}
+    return [about(config) | row for row in rows + measure(Cell(config, folder, model, task), status)]
+
+
+def about(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns that say which cell a row is from."""
+    return {
+        "arch": config["arch"], "task": config["task"], "train_seed": config["seed"],
+        "embedding_std": config["embedding_std"], "convolution": config["convolution"],
+    }  # fmt: skip
+
+
+class Cell:
+    """A trained model with the data it is measured on; each piece is made when a part first needs it."""
+
+    def __init__(self, config: Mapping[str, Any], folder: Path, model: pl.HookedModel, task: Any) -> None:
+        self.config, self.folder, self.model, self.task = config, folder, model, task
+        self.labels, self.seed, self.length = LABELS[config["task"]], config["seed"], config["length"]
+
+    @functools.cached_property
+    def data(self) -> dict[str, Any]:
+        """Disjoint sets of sequences: for probes, for erasers, and to measure ablations on."""
+        sizes = {name: self.config[f"n_{name}"] for name in ("probe", "leace", "held")}
+        return self.task.splits(sizes, length=self.length, seed=self.seed)
+
+    @functools.cached_property
+    def untrained(self) -> pl.HookedModel:
+        """The same architecture at another random initialisation."""
+        return build(self.config, self.task, self.seed + 1000)
+
+    def read(self, span: str) -> pl.ProbeResult:
+        """Probes by layer beside their baselines, on all positions or on late ones only."""
+
+        def compute() -> pl.ProbeResult:
+            fit = self.data["probe"]
+            mask = fit.mask.clone()
+            if span == "late":
+                mask[:, : min(LATE, self.length // 2) + int(self.task.bos)] = False
+            return pl.probe(
+                collect(self.model, fit, LAYER_AXIS, batch_size=BATCH),
+                {label: fit.labels[label] for label in PROBED[self.config["task"]]}, fit.groups, mask=mask,
+                tokens=fit.tokens, untrained=collect(self.untrained, fit, LAYER_AXIS, batch_size=BATCH),
+                control_task=span == "all", mdl=span == "all", seed=self.seed,
+            )  # fmt: skip
+
+        return self.part(f"probes_{span}", pl.ProbeResult, compute)
+
+    def indices(self, label: str, span: str) -> ProfileIndices:
+        """Profile statistics and verdict of one label."""
+        found = self.read(span)
+        row = found.row(found.sites[0], label)
+        baseline = max(row[k] for k in ("majority", "position", "last_w") if row.get(k) is not None)
+        scores = found.sequences(label)[None]
+        solved = self.behaviour().accuracy(self.length, "late")
+        return profile_indices(scores, baseline, solved=solved, seed=self.seed)
+
+    def behaviour(self) -> EvalResult:
+        """Accuracy of the model's answers by length."""
+
+        def compute() -> EvalResult:
+            lengths = tuple(dict.fromkeys((self.length, *self.config["lengths"])))
+            return pl.training.evaluate(
+                self.model, self.task, lengths, n=256, trained_length=self.length, late=min(20, self.length // 2),
+                seed=self.seed, backend="reference" if self.config["arch"] in ("mamba", "mamba2") else None,
+            )  # fmt: skip
+
+        return self.part("behaviour", EvalResult, compute)
+
+    def ablation(self, label: str, what: str) -> pl.AblationResult:
+        """The best probe direction, or all rows of the probe, taken out at each layer."""
+
+        def compute() -> pl.AblationResult:
+            return pl.ablate(
+                self.model, self.data["held"], self.spaces(label, what), label=label, target=self.task.target,
+                controls=self.config["controls"], batch_size=BATCH, seed=self.seed,
+            )  # fmt: skip
+
+        return self.part(f"{what}_{label}", pl.AblationResult, compute)
+
+    def spaces(self, label: str, what: str) -> dict[str, pl.Subspace]:
+        """Subspaces of the probe by site: its first direction, or its whole row space."""
+        found = self.read("all")
+        rows = {site: from_probe(found, site=site, label=label) for site in found.sites}
+        return (
+            {site: first_directions(space, 1) for site, space in rows.items()}
+            if what == "direction"
+            else rows
+        )
+
+    def erased(self, label: str, method: str) -> ErasureResult:
+        """LEACE or INLP at every layer."""
+
+        def compute() -> ErasureResult:
+            fit = self.data["leace"]
+            return pl.erase(
+                self.model, fit if method == "leace" else fit[: self.config["n_inlp"]], self.data["held"], label=label, target=self.task.target,
+                method=method, controls=self.config["controls"], batch_size=BATCH, seed=self.seed,  # type: ignore[arg-type]
+            )  # fmt: skip
+
+        return self.part(f"{method}_{label}", ErasureResult, compute)
+
+    def transfer(self, label: str, what: str) -> pl.LengthTransfer:
+        """What the subspaces, frozen at the trained length, cost at longer ones."""
+
+        def compute() -> pl.LengthTransfer:
+            spaces = self.erased(label, what).subspaces if what == "leace" else self.spaces(label, what)
+            return pl.length_transfer(
+                self.model, self.task, spaces, self.config["lengths"], trained_length=self.length, label=label,
+                n=self.config["n_length"], controls=max(1, self.config["controls"] // 4),
+                kinds=("random", "random_matched"), exclude=self.data, batch_size=BATCH, seed=self.seed,
+            )  # fmt: skip
+
+        return self.part(f"length_{what}_{label}", pl.LengthTransfer, compute)
+
+    def sites(self, name: str) -> PatchSitesResult:
+        """Every reading of "patch a middle position at the final layer"."""
+        pairs = self.task.pairs(
+            self.config["n_pairs"], self.length, self.seed, **PAIRS[self.config["task"]][name]
+        )
+        return self.part(
+            f"sites_{name}", PatchSitesResult, lambda: pl.patch_sites(self.model, pairs, batch_size=BATCH, seed=self.seed)
+        )  # fmt: skip
+
+    def convolution(self) -> Any:
+        """The short convolution taken away from the trained model, in each sense of it."""
+        return self.part(
+            "convolution",
+            pl.ComponentResult,
+            lambda: pl.ablate_convolution(
+                self.model, self.data["held"], target=self.task.target, batch_size=BATCH, seed=self.seed
+            ),
+        )
+
+    def part(self, name: str, kind: type[R], compute: Callable[[], R]) -> R:
+        """A result from the cell's folder, or computed and saved there."""
+        path = self.folder / f"{name}.safetensors"
+        if path.exists():
+            return kind.load(path)
+        found = compute()
+        found.save(path)
+        return found
+
+
+def measure(cell: Cell, status: Status) -> list[dict[str, Any]]:
+    """All parts that the cell's config asks for, as rows."""
+    config, rows = cell.config, list[dict[str, Any]]()
+    parts: list[tuple[str, Callable[[], list[dict[str, Any]]]]] = [
+        ("behaviour", lambda: _tidy("behaviour", cell.behaviour()))
+    ]
+    if "probes" in config["parts"]:
+        parts += [(f"probes, {span}", functools.partial(_read, cell, span)) for span in SPANS]
+    if "erasure" in config["parts"]:
+        for label in cell.labels:
+            for what in ("direction", "rows"):
+                parts.append((f"{what}, {label}", functools.partial(_targets, cell.ablation, label, what)))
+            for method in ("leace", "inlp"):
+                parts.append((f"{method}, {label}", functools.partial(_targets, cell.erased, label, method)))
+            for what in ("direction", "leace"):
+                parts.append((f"lengths, {what}, {label}", functools.partial(_lengths, cell, label, what)))
+    if "patching" in config["parts"]:
+        parts += [(f"sites, {name}", functools.partial(_sites, cell, name)) for name in PAIRS[config["task"]]]
+    if "convolution" in config["parts"] and config["arch"] in ("mamba", "mamba2"):
+        parts.append(("convolution", lambda: _tidy("convolution", cell.convolution())))
+    for i, (name, compute) in enumerate(parts):
+        status.update("measuring, part", i, len(parts), name)
+        rows += compute()
+    status.update("measuring, part", len(parts), len(parts), "done")
+    return rows
+
+
+def _tidy(kind: str, result: Any, **columns: Any) -> list[dict[str, Any]]:
+    # A table may have a column `kind` itself; here it says which table the row is from.
+    return [{**row, **columns, "kind": kind} for row in result.to_dataframe().to_dict("records")]
+
+
+def _read(cell: Cell, span: str) -> list[dict[str, Any]]:
+    rows = _tidy("probe", cell.read(span), span=span)
+    for label in PROBED[cell.config["task"]]:
+        found = cell.indices(label, span)
+        row: dict[str, Any] = {
+            "kind": "indices",
+            "span": span,
+            "label": label,
+            "verdict": found.verdict,
+            "why": found.reason,
+        }
+        row["baseline"] = float(found.baseline.mean())
+        for item in found.to_dataframe().dropna(subset=["statistic"]).to_dict("records"):
+            name = item["statistic"]
+            row |= {name: item["estimate"], f"{name}_lo": item["low"], f"{name}_hi": item["high"]}
+        rows.append(row)
+    return rows
+
+
+def _targets(part: Callable[[str, str], Any], label: str, what: str) -> list[dict[str, Any]]:
+    found = part(label, what)
+    ablation = found.ablation if isinstance(found, ErasureResult) else found
+    targets = found.rows if isinstance(found, ErasureResult) else ablation.targets()
+    return [{**row, "label": label, "what": what, "kind": "ablation"} for row in targets]
+
+
+def _lengths(cell: Cell, label: str, what: str) -> list[dict[str, Any]]:
+    rows = _tidy("length", cell.transfer(label, what), what=what, label=label)
+    return [row for row in rows if row["condition"] == "target"]
+
+
+def _sites(cell: Cell, name: str) -> list[dict[str, Any]]:
+    try:
+        return _tidy("site", cell.sites(name), pairs=name)
+    except pl.MetricError as err:
+        # A model that answers no pair has no recovery to report; the row says so.
+        return [{"kind": "site", "pairs": name, "problem": str(err)}]
