@@ -643,3 +643,23 @@ def test_the_trained_model_is_the_users_own_with_no_hooks_left() -> None:
     assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert config_of(model) is not None
+
+
+def test_the_interval_of_an_accuracy_is_over_sequences() -> None:
+    # Half of the sequences are answered rightly everywhere, half wrongly: 40 positions are no 40 observations.
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(3, 1)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            state = tokens.cumsum(1) % 2
+            answer = torch.where(tokens[:, :1] == 1, state, 1 - state)
+            return torch.nn.functional.one_hot(answer, 3).float() + 0 * self.embedding(tokens)
+
+    row = evaluate(Split(), Parity(), (40,), n=400).rows[0]
+    assert row["n_sequences"] == 400
+    half = (row["hi"] - row["lo"]) / 2
+    assert abs(half - 1.96 * (0.25 / 400) ** 0.5) < 0.006, half
+    perfect = evaluate(Split(), Parity(), (1,), n=10, seed=3).rows[0]
+    assert perfect["lo"] <= perfect["accuracy"] <= perfect["hi"]

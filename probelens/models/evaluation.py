@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from probelens.errors import InputError, ShapeError
 from probelens.results import Result
+from probelens.stats import ratio_of_means
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,8 +34,8 @@ class EvalResult(Result):
     Args:
         task: Name of the task.
         trained_length: Length the spans "trained" and "beyond" are divided at.
-        rows: Dicts with label, length, span, accuracy, balanced_accuracy (mean over the classes
-            that occur) and n_positions. Positions t count from 1, a BOS token excluded. Spans:
+        rows: Dicts with label, length, span, accuracy, lo and hi (95 % interval over sequences),
+            balanced_accuracy (mean over the classes that occur), n_positions and n_sequences. Positions t count from 1, a BOS token excluded. Spans:
             "all"; "trained" t <= trained_length; "beyond" t > trained_length; "late" t > late.
     """
 
@@ -141,7 +142,7 @@ def evaluate(
             for length in lengths:
                 batch = task.sample(n, length=length, seed=derive_seed(seed, "evaluate", length))
                 predicted = predict(module, batch.tokens, slices, batch_size)
-                rows += _rows(batch, predicted, task, length, trained_length, late)
+                rows += _rows(batch, predicted, task, length, trained_length, late, seed)
     finally:
         module.train(training)
     return EvalResult(task=task.name, trained_length=trained_length, rows=rows)
@@ -249,7 +250,13 @@ def predict(
 
 
 def _rows(
-    batch: Batch, predicted: dict[str, Tensor], task: Task, length: int, trained_length: int, late: int
+    batch: Batch,
+    predicted: dict[str, Tensor],
+    task: Task,
+    length: int,
+    trained_length: int,
+    late: int,
+    seed: int,
 ) -> list[dict[str, Any]]:
     t = torch.arange(1, batch.tokens.shape[1] + 1) - (batch.tokens.shape[1] - length)
     spans = {
@@ -269,14 +276,19 @@ def _rows(
             hit = (classes == truth)[chosen].double()
             total = torch.bincount(truth[chosen], minlength=task.n_classes[label])
             right = torch.bincount(truth[chosen], weights=hit, minlength=task.n_classes[label])
+            hits = ((classes == truth) & chosen).sum(1).double()
+            interval = ratio_of_means(hits[None], chosen.sum(1).double()[None], n_draws=1000, seed=seed)
             rows.append(
                 {
                     "label": label,
                     "length": length,
                     "span": span,
                     "accuracy": float(hit.mean()),
+                    "lo": float(interval.low),
+                    "hi": float(interval.high),
                     "balanced_accuracy": float((right[total > 0] / total[total > 0]).mean()),
                     "n_positions": count,
+                    "n_sequences": int(chosen.any(1).sum()),
                 }
             )
     return rows
