@@ -193,7 +193,7 @@ def ablate(
 
 
 def _spaces(subspaces: Any, label: str) -> dict[str, Any]:
-    from probelens.subspaces import Eraser, Subspace, from_probe
+    from probelens.subspaces import Eraser, Subspace, probe_rows
 
     if isinstance(subspaces, Mapping):
         if not subspaces:
@@ -207,13 +207,7 @@ def _spaces(subspaces: Any, label: str) -> dict[str, Any]:
         return dict(subspaces)
     # Labels given to probe() without a name are called "label" there.
     known = subspaces.labels[0] if subspaces.labels == ["label"] else label
-    spaces = {}
-    for site in subspaces.sites:
-        rows, mean, name = subspaces.coef(site, known), subspaces.mean(site), f"probe rows of {label}"
-        # A probe that found nothing has equal rows: its subspace is empty, and removing it removes nothing.
-        empty = bool((rows == rows[0]).all())
-        spaces[site] = Subspace(rows[:0], mean, name) if empty else from_probe(rows, mean, label=name)
-    return spaces
+    return probe_rows(subspaces, known)
 
 
 def _refits(

@@ -28,6 +28,7 @@ __all__ = [
     "mean_difference",
     "moments",
     "pca",
+    "probe_rows",
     "random",
     "random_matched",
     "svd",
@@ -109,6 +110,43 @@ def from_probe(
     if not len(basis):
         raise InputError("the rows of the probe are all equal, so they point nowhere: was it fitted?")
     return Subspace(_cut(basis, rank), centre, "probe" if label is None else label)
+
+
+def probe_rows(probes: Any, label: str | None = None, *, rank: int | None = None) -> dict[str, Subspace]:
+    """The row space of the probe at every site of a ``ProbeResult``.
+
+    Args:
+        probes: What ``probelens.probe`` returned.
+        label: Which label; may be left out when there is one.
+        rank: Keep at most so many directions, those in which the rows differ most.
+
+    Returns:
+        Site to subspace. Where a probe found nothing its rows are all equal and the subspace is
+        empty: removing it removes nothing.
+
+    Raises:
+        InputError: Not a ``ProbeResult``, a label it lacks, or several labels and none chosen.
+
+    Examples:
+        >>> import probelens as pl
+        >>> x = torch.randn(40, 5, 8, generator=torch.Generator().manual_seed(0))
+        >>> {site: space.rank for site, space in probe_rows(pl.probe({"a": x}, (x[..., 2] > 0).long())).items()}
+        {'a': 1}
+    """
+    if not hasattr(probes, "coef") or not hasattr(probes, "sites"):
+        raise InputError(f"need what probelens.probe() returned, not a {type(probes).__name__}")
+    spaces = {}
+    for site in probes.sites:
+        rows, mean = probes.coef(site, label), probes.mean(site)
+        name = f"probe rows of {label}" if label is not None else "probe rows"
+        if not bool((rows - rows.mean(0) if len(rows) > 1 else rows).any()):
+            spaces[site] = Subspace(rows[:0], mean, name)
+        else:
+            space = from_probe(rows, mean, label=name)
+            spaces[site] = (
+                space if rank is None else Subspace(_cut(space.basis, min(rank, space.rank)), mean, name)
+            )
+    return spaces
 
 
 def mean_difference(

@@ -11,7 +11,7 @@ import torch
 from probelens import subspaces as sub
 from probelens.errors import InputError, ShapeError, UnknownHookError
 from probelens.probing import LinearProbe, probe, split_by_group
-from probelens.subspaces import Inlp, Subspace
+from probelens.subspaces import Inlp, Subspace, from_probe, probe_rows
 
 
 def spectrum(d=30, power=1.5, seed=0):
@@ -478,3 +478,20 @@ def test_inlp_errors(words, call):
     x, y, _ = planted(n=100)
     with pytest.raises(InputError, match=words):
         call(x, y)
+
+
+def test_probe_rows_of_every_site_and_none_where_nothing_was_found() -> None:
+    x = torch.randn(200, 4, 6, generator=torch.Generator().manual_seed(0))
+    labels = {"three": (x[..., 0] > 0).long() + (x[..., 1] > 0).long(), "size": x[..., 2] * 2.0}
+    found = probe({"here": x, "nothing": torch.zeros_like(x)}, labels)
+    spaces = probe_rows(found, "three")
+    assert {site: space.rank for site, space in spaces.items()} == {"here": 2, "nothing": 0}
+    same = from_probe(found, site="here", label="three")
+    torch.testing.assert_close(spaces["here"].project_out(x), same.project_out(x))
+    torch.testing.assert_close(spaces["nothing"].project_out(x), x)
+    assert probe_rows(found, "three", rank=1)["here"].rank == 1
+    number = probe_rows(found, "size")["here"]
+    assert number.rank == 1
+    assert float(number.basis[0, 2].abs()) > 0.99, "the one direction of a regression"
+    with pytest.raises(InputError, match="not a Tensor"):
+        probe_rows(x)

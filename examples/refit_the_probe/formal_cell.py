@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import probelens as pl
 from probelens.collect import collect
-from probelens.dose import first_directions
 from probelens.erasure_sweep import ErasureResult
 from probelens.examples.refit_the_probe.setup import LABELS, PAIRS, PROBED, build, make_task, training
 from probelens.experiments import Status
@@ -21,7 +20,7 @@ from probelens.indices import ProfileIndices, profile_indices
 from probelens.models.evaluation import EvalResult
 from probelens.results import Result
 from probelens.sites import LAYER_AXIS
-from probelens.subspaces import from_probe
+from probelens.subspaces import probe_rows
 
 __all__ = ["SPANS", "measure", "run_cell"]
 
@@ -55,7 +54,9 @@ def run_cell(config: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
     trained.save(folder / "training.safetensors")
     rows = _tidy("training", trained)
     rows[-1] |= {"n_params": trained.n_params, "learned": trained.reached, "cpu_seconds": trained.cpu_seconds}
-    return [about(config) | row for row in rows + measure(Cell(config, folder, model, task), status)]
+    rows += measure(Cell(config, folder, model, task), status)
+    # Some tables have columns of these names themselves; what they say of the cell comes first, and wins.
+    return [{**about(config), **row, **about(config)} for row in rows]
 
 
 def about(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,13 +136,7 @@ class Cell:
 
     def spaces(self, label: str, what: str) -> dict[str, pl.Subspace]:
         """Subspaces of the probe by site: its first direction, or its whole row space."""
-        found = self.read("all")
-        rows = {site: from_probe(found, site=site, label=label) for site in found.sites}
-        return (
-            {site: first_directions(space, 1) for site, space in rows.items()}
-            if what == "direction"
-            else rows
-        )
+        return probe_rows(self.read("all"), label, rank=1 if what == "direction" else None)
 
     def erased(self, label: str, method: str) -> ErasureResult:
         """LEACE or INLP at every layer."""
