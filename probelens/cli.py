@@ -132,12 +132,25 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
         "  probelens run quickstart\n"
         "  probelens run quickstart --preset smoke --out /tmp/try       everything once, in seconds\n"
         "  probelens run quickstart --set archs=gru,mamba --set seed=1\n"
+        "  probelens run quickstart --executor dask --scheduler tcp://10.0.0.1:8786\n"
+        "  probelens run quickstart --executor submitit --executor-set partition=gpu --executor-set time=60\n"
         "  probelens list                                               all settings and their defaults",
     )  # fmt: skip
     run.add_argument("recipe", metavar="NAME", help="see `probelens list`")
     run.add_argument("--preset", help="a named set of settings of the recipe")
     _set_option(run, "settings", "--set", "change one setting; repeatable, over the preset's")
     run.add_argument("--out", metavar="FOLDER", help="run folder; the same as --set out=FOLDER")
+    run.add_argument(
+        "--executor", metavar="NAME",
+        help="where cells run: local (processes of this machine, the default), dask, or submitit (SLURM)",
+    )  # fmt: skip
+    run.add_argument(
+        "--scheduler", metavar="ADDRESS", help="of a Dask scheduler that runs; without it one is started here"
+    )
+    _set_option(
+        run, "executor_settings", "--executor-set", "submitit: partition, account, qos, constraint, time (minutes), "
+        "cpus, gpus, memory (GB), requeues, cluster (slurm or local), logs; repeatable",
+    )  # fmt: skip
     _output_options(run)
 
     listing = command(
@@ -242,11 +255,27 @@ def _show(written: dict[str, Any], as_json: bool) -> int:
     return 0
 
 
+def _executor(args: argparse.Namespace) -> Any:
+    from probelens.experiments import executors
+
+    settings = list(args.executor_settings)
+    if args.scheduler is not None:
+        if args.executor != "dask":
+            raise InputError("--scheduler belongs to --executor dask")
+        settings.append(f"scheduler={args.scheduler}")
+    if settings and args.executor is None:
+        raise InputError("--executor-set belongs to --executor NAME")
+    return executors.current() if args.executor is None else executors.named(args.executor, settings)
+
+
 def _run(args: argparse.Namespace) -> int:
+    from probelens.experiments.executors import using
+
     recipe = _recipe(args.recipe)
     settings = args.settings if args.out is None else [*args.settings, f"out={args.out}"]
     config = configure(recipe.Config, settings, recipe.PRESETS, args.preset)
-    folder = Path(recipe.run(config, progress=not args.quiet))
+    with using(_executor(args)):
+        folder = Path(recipe.run(config, progress=not args.quiet))
     return _show(_written(folder), args.json)
 
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import multiprocessing
-import os
-import signal
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from probelens.errors import InputError
+from probelens.experiments.executors import Local, Spec, current, named, opened
 from probelens.experiments.status import watching
 from probelens.experiments.store import Row, Store, cell_key
 from probelens.results import atomic_path
@@ -23,7 +20,7 @@ from probelens.results import atomic_path
 __all__ = ["GridReport", "RunCell", "run_grid"]
 
 ERROR = "error.txt"
-GRACE = 3.0  # seconds in which interrupted processes may save what they were at
+ARRIVAL = 10.0  # seconds after which rows written on another machine must have arrived on a shared disk
 Config = Mapping[str, Any]
 RunCell = Callable[[Config, Path], "list[Row]"]
 
@@ -50,7 +47,7 @@ def run_grid(
     configs: Iterable[Config],
     store: Store,
     *,
-    executor: concurrent.futures.Executor | None = None,
+    executor: concurrent.futures.Executor | Spec | str | None = None,
     workers: int | None = None,
     threads: int = 1,
     progress: bool = True,
@@ -61,11 +58,13 @@ def run_grid(
         run_cell: ``run_cell(config, folder) -> rows``, importable in a fresh process. It keeps
             checkpoints and results in ``folder``.
         configs: One a cell; plain data.
-        store: Where rows go.
-        executor: Any ``concurrent.futures.Executor``, such as Dask's ``client.get_executor()``;
-            None for processes on this machine.
-        workers: Processes of the local executor; None for one a core. 1 runs in this process.
-        threads: torch threads of each local process.
+        store: Where rows go. On a cluster its folder must be on a disk that all machines share.
+        executor: "local" (processes of this machine), "dask" or "submitit", or one of these with its
+            settings (`probelens.experiments.executors`), or any ``concurrent.futures.Executor``. None for that
+            of the enclosing ``executors.using(...)`` block, which is what the command line sets, else "local".
+        workers: Cells at once; None for one a core, on a cluster for as many as it takes. 1 with the local
+            executor runs in this process.
+        threads: torch threads of each cell.
         progress: Show a line for each cell; ``config["name"]`` is what it is called.
 
     Returns:
@@ -83,68 +82,55 @@ def run_grid(
     todo = [(key, config) for key, config in planned if key not in report.found]
     if not todo:
         return report
-    workers = min(workers or os.cpu_count() or 1, len(todo))
+    given = current() if executor is None else named(executor) if isinstance(executor, str) else executor
     names = {str(config.get("name", key)): store.cell(key) for key, config in todo}
     with watching(names, progress):
-        if executor is None and workers == 1:
+        if isinstance(given, Local) and (workers == 1 or (executor is None and len(todo) == 1)):
             for key, config in todo:
                 _note(report, key, *_guarded(run_cell, config, store.folder, key, None))
             return report
-        owned = None
-        if executor is None:
-            # Spawned, not forked: a fork of a process that has used torch's threads can hang.
-            context = multiprocessing.get_context("spawn")
-            executor = owned = concurrent.futures.ProcessPoolExecutor(workers, mp_context=context)
-        try:
-            with _without_interrupts() if owned is not None else contextlib.nullcontext():
-                waiting = {
-                    executor.submit(_guarded, run_cell, config, store.folder, key, threads): key
-                    for key, config in todo
-                }
+        # Absolute, since a worker may have been started in another folder.
+        folder = store.folder.absolute()
+        place: contextlib.AbstractContextManager[concurrent.futures.Executor] = (
+            contextlib.nullcontext(given)
+            if isinstance(given, concurrent.futures.Executor)
+            else opened(given, folder, workers, len(todo))
+        )
+        with place as pool:
+            waiting = {
+                pool.submit(_guarded, run_cell, config, folder, key, threads): key for key, config in todo
+            }
             for future in concurrent.futures.as_completed(waiting):
-                key = waiting[future]
-                error = future.exception()
-                if error is not None:
-                    _note(report, key, "".join(traceback.format_exception(error)))
-                else:
-                    _note(report, key, future.result()[0])
-        except BaseException:
-            if owned is not None:
-                _stop(owned)
-            raise
-        finally:
-            if owned is not None:
-                owned.shutdown(wait=True, cancel_futures=True)
+                _note(report, waiting[future], _outcome(future, store, waiting[future]))
     return report
 
 
-@contextlib.contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Ignore Ctrl-C, which the processes started inside inherit: only the one that started them reacts to it.
-
-    Otherwise each of them, hit amid its imports, would print a traceback of its own.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _outcome(future: concurrent.futures.Future[Any], store: Store, key: str) -> str | None:
+    """What went wrong with a cell, or None: its rows are in the store."""
     try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+        said: str | None = future.result()[0]
+    except concurrent.futures.CancelledError:
+        said = "the cell was cancelled: its executor was closed, or the connection to it was lost"
+    except Exception as err:
+        said = "".join(traceback.format_exception(err))
+    else:
+        if said is not None or _arrived(store, key):
+            return said
+        said = (
+            f"the cell was run to its end, but its rows are not in {str(store.cell(key))!r}. "
+            "The run folder must be on a disk that every worker sees under the same path."
+        )
+    _keep(store.cell(key), said)
+    return said
 
 
-def _stop(pool: concurrent.futures.ProcessPoolExecutor) -> None:
-    """End the processes of a pool: a training saves itself on Ctrl-C, everything else may be cut off anywhere."""
-    processes = list((getattr(pool, "_processes", None) or {}).values())
-    pool.shutdown(wait=False, cancel_futures=True)
-    end = time.monotonic() + GRACE
-    try:
-        for process in processes:
-            process.join(max(0.0, end - time.monotonic()))
-    finally:
-        for process in processes:
-            process.terminate()
+def _arrived(store: Store, key: str) -> bool:
+    end = time.monotonic() + ARRIVAL
+    while not store.done(key):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)
+    return True
 
 
 def _note(report: GridReport, key: str, error: str | None) -> None:
@@ -152,6 +138,11 @@ def _note(report: GridReport, key: str, error: str | None) -> None:
         report.ran.append(key)
     else:
         report.failed[key] = error
+
+
+def _keep(place: Path, said: str) -> None:
+    with contextlib.suppress(OSError), atomic_path(place / ERROR) as part:
+        part.write_text(said, encoding="utf-8")
 
 
 def _guarded(
@@ -163,14 +154,16 @@ def _guarded(
     if threads is not None:
         torch.set_num_threads(threads)
     store = Store(folder)
+    if store.done(key):
+        # A worker that was taken for dead may have finished it after all.
+        return (None,)
     place = store.cell(key)
     try:
         place.mkdir(parents=True, exist_ok=True)
         store.write(key, config, run_cell(config, place))
     except Exception:
         said = traceback.format_exc()
-        with contextlib.suppress(OSError), atomic_path(place / ERROR) as part:
-            part.write_text(said, encoding="utf-8")
+        _keep(place, said)
         return (said,)
     with contextlib.suppress(OSError):
         (place / ERROR).unlink(missing_ok=True)

@@ -1,0 +1,435 @@
+"""Executors by name: processes of this machine, a Dask cluster, or SLURM through submitit.
+
+What they have in common: a cell whose process dies (killed, out of memory, a lost node) is run again, at most
+twice, and then reported, and takes no other cell with it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import contextvars
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from probelens._settings import configure, unknown
+from probelens.errors import InputError, ProbelensError, require
+
+__all__ = ["EXECUTORS", "Dask", "Local", "Processes", "Submitit", "current", "named", "opened", "using"]
+
+GRACE = 3.0  # seconds in which interrupted processes may save what they were at
+RETRIES = 2  # how often a cell runs again whose process died
+DIED = (
+    "the process of this cell died {n} times before it was done: it was killed from outside, or used more memory than "
+    "there is. Run the same command again to go on from the cell's last checkpoint."
+)
+
+
+@dataclass(frozen=True)
+class Local:
+    """Processes of this machine, each running one cell after another."""
+
+
+@dataclass(frozen=True)
+class Dask:
+    """A Dask cluster; its workers must see the run folder under the same path.
+
+    Args:
+        scheduler: Address of one that runs, such as "tcp://10.0.0.1:8786"; None starts a scheduler and workers,
+            in processes of their own, on this machine.
+    """
+
+    scheduler: str | None = None
+
+
+@dataclass(frozen=True)
+class Submitit:
+    """SLURM jobs through submitit, one a cell, submitted as arrays; the run folder must be on a shared disk.
+
+    A job that comes to its time limit or is preempted is queued again, and its training goes on from the last
+    checkpoint.
+
+    Args:
+        cluster: "slurm", or "local" for the same jobs as processes of this machine, to try things out.
+        partition: SLURM partition.
+        account: SLURM account.
+        qos: SLURM quality of service.
+        constraint: Features that a node must have.
+        time: Time limit of a job in minutes.
+        cpus: CPUs of a job.
+        gpus: GPUs of a job.
+        memory: Memory of a job in GB; None for the cluster's default.
+        requeues: How often a job that comes to its time limit is queued again.
+        logs: Folder of submitit's files; None for ``slurm`` in the run folder.
+    """
+
+    cluster: str = "slurm"
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    time: int = 240
+    cpus: int = 1
+    gpus: int = 0
+    memory: int | None = None
+    requeues: int = 10
+    logs: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.cluster not in ("slurm", "local"):
+            raise InputError(unknown("cluster", self.cluster, ("slurm", "local")))
+        least = {"time": 1, "cpus": 1, "gpus": 0, "memory": 1, "requeues": 0}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise InputError(f"{name}={value!r}: it must be at least {low}")
+
+
+Spec = Local | Dask | Submitit
+EXECUTORS: dict[str, type[Spec]] = {"local": Local, "dask": Dask, "submitit": Submitit}
+"""The executors that have a name, with the class of their settings."""
+
+_current: contextvars.ContextVar[Spec | None] = contextvars.ContextVar("executor", default=None)
+
+
+def named(name: str, settings: Sequence[str] = ()) -> Spec:
+    """An executor from its name and ``key=value`` settings, as a command line has them.
+
+    Args:
+        name: "local", "dask" or "submitit".
+        settings: Fields of its class.
+
+    Raises:
+        InputError: An unknown name or setting (with the nearest), or a value of the wrong type.
+
+    Examples:
+        >>> named("submitit", ["partition=gpu", "time=60"]).time
+        60
+    """
+    if name not in EXECUTORS:
+        raise InputError(unknown("executor", name, EXECUTORS))
+    return configure(EXECUTORS[name], settings, {})
+
+
+def current() -> Spec:
+    """What ``run_grid`` uses when it is given no executor."""
+    return _current.get() or Local()
+
+
+@contextlib.contextmanager
+def using(spec: Spec | str) -> Iterator[None]:
+    """Make an executor that of every grid inside the block, recipes included.
+
+    Args:
+        spec: A name, or ``Local()``, ``Dask(...)``, ``Submitit(...)``.
+
+    Examples:
+        >>> with using(Dask("tcp://10.0.0.1:8786")):
+        ...     current()
+        Dask(scheduler='tcp://10.0.0.1:8786')
+    """
+    token = _current.set(named(spec) if isinstance(spec, str) else spec)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+@contextlib.contextmanager
+def opened(
+    spec: Spec, folder: Path, workers: int | None, cells: int
+) -> Iterator[concurrent.futures.Executor]:
+    """A running executor, closed at the end; after an exception its cells are cancelled.
+
+    Args:
+        spec: Which one.
+        folder: The run folder, for logs.
+        workers: Cells at once; None for one a core, on a cluster for as many as it takes.
+        cells: How many cells there are.
+
+    Raises:
+        MissingDependencyError: Its package isn't installed.
+        InputError: The scheduler or cluster can't be reached.
+    """
+    here = min(workers or os.cpu_count() or 1, cells)
+    if isinstance(spec, Dask):
+        with _dask(spec, here) as pool:
+            yield pool
+        return
+    if isinstance(spec, Submitit):
+        most = (here if spec.cluster == "local" else cells) if workers is None else min(workers, cells)
+        jobs: Processes | _Jobs = _Jobs(spec, folder, most)
+    else:
+        jobs = Processes(here)
+    try:
+        yield jobs
+    except BaseException:
+        jobs.stop()
+        raise
+    finally:
+        jobs.shutdown(wait=True, cancel_futures=True)
+
+
+class Processes(concurrent.futures.Executor):
+    """Processes of this machine. One that dies takes down its own cell only.
+
+    Args:
+        workers: How many.
+    """
+
+    def __init__(self, workers: int) -> None:
+        # Spawned, not forked: a fork of a process that has used torch's threads can hang.
+        self._context = multiprocessing.get_context("spawn")
+        self._pools: list[concurrent.futures.ProcessPoolExecutor] = []
+        self._idle: queue.SimpleQueue[concurrent.futures.ProcessPoolExecutor] = queue.SimpleQueue()
+        self._closed = False
+        self._threads = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix="cell")
+        with _without_interrupts():
+            for _ in range(workers):
+                pool = self._pool()
+                pool.submit(int)  # starts its process, which inherits that interrupts are ignored
+                self._idle.put(pool)
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+        """As ``concurrent.futures.Executor.submit``."""
+        return self._threads.submit(self._run, fn, args, kwargs)
+
+    def _run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        pool = self._idle.get()
+        try:
+            for _ in range(1 + RETRIES):
+                try:
+                    return pool.submit(fn, *args, **kwargs).result()
+                except BrokenProcessPool:
+                    pool.shutdown(wait=False)
+                    self._pools.remove(pool)
+                    if self._closed:
+                        raise
+                    pool = self._pool()
+            raise ProbelensError(DIED.format(n=1 + RETRIES))
+        finally:
+            self._idle.put(pool)
+
+    def _pool(self) -> concurrent.futures.ProcessPoolExecutor:
+        pool = concurrent.futures.ProcessPoolExecutor(1, mp_context=self._context, initializer=_ignore)
+        self._pools.append(pool)
+        return pool
+
+    def stop(self) -> None:
+        """End the processes: a training saves itself on Ctrl-C, everything else may be cut off anywhere."""
+        self._closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        processes = [p for pool in self._pools for p in (getattr(pool, "_processes", None) or {}).values()]
+        end = time.monotonic() + GRACE
+        try:
+            for process in processes:
+                process.join(max(0.0, end - time.monotonic()))
+        finally:
+            for process in processes:
+                process.terminate()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """As ``concurrent.futures.Executor.shutdown``."""
+        self._threads.shutdown(wait=wait, cancel_futures=cancel_futures)
+        self._closed = True
+        for pool in list(self._pools):
+            pool.shutdown(wait=wait, cancel_futures=cancel_futures)
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Ignore Ctrl-C, which the processes started inside inherit: only the one that started them reacts to it.
+
+    Otherwise each of them, hit amid its imports, would print a traceback of its own.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _ignore() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def _dask(spec: Dask, workers: int) -> Iterator[concurrent.futures.Executor]:
+    distributed = require("distributed", "dask", 'executor "dask"')
+    import dask
+
+    # One cell a worker, the others wait at the scheduler: a worker that dies counts against its own cell only.
+    ours = {"distributed.scheduler.allowed-failures": RETRIES, "distributed.scheduler.worker-saturation": 1.0}
+    with contextlib.ExitStack() as stack:
+        cluster = None
+        if spec.scheduler is None:
+            stack.enter_context(dask.config.set(ours))
+            with _without_interrupts():
+                cluster = distributed.LocalCluster(
+                    n_workers=workers, threads_per_worker=1, processes=True, memory_limit=None,
+                    dashboard_address=None, silence_logs="ERROR",
+                )  # fmt: skip
+            stack.callback(cluster.close)
+        try:
+            client = distributed.Client(cluster or spec.scheduler, timeout="10s", set_as_default=False)
+        except (OSError, ValueError, TimeoutError) as err:
+            raise InputError(
+                f"no Dask scheduler at {spec.scheduler!r}: {err}. Start one with `dask scheduler`, and workers with "
+                "`dask worker ADDRESS`, or leave the address out to have both started here."
+            ) from err
+        stack.callback(client.close)
+        pool = client.get_executor(pure=False)
+        try:
+            yield pool
+        except BaseException:
+            pool.shutdown(wait=False)
+            raise
+
+
+class _Cell:
+    """A call that submitit may queue again: at its time limit, or when it was preempted."""
+
+    def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
+        return fn(*args)
+
+    def checkpoint(self, fn: Callable[..., Any], *args: Any) -> Any:
+        import submitit
+
+        return submitit.helpers.DelayedSubmission(self, fn, *args)
+
+
+@dataclass
+class _Submitted:
+    future: concurrent.futures.Future[Any]
+    call: tuple[Any, ...]
+    tries: int = 0
+    job: Any = None
+
+
+class _Jobs(concurrent.futures.Executor):
+    """submitit's jobs as futures; a thread submits what may run and looks which are done."""
+
+    def __init__(self, spec: Submitit, folder: Path, most: int) -> None:
+        submitit = require("submitit", "submitit", 'executor "submitit"')
+        self.spec, self.most = spec, most
+        logs = Path(spec.logs) if spec.logs else folder / "slurm"
+        limits = {"slurm_max_num_timeout": spec.requeues, "local_max_num_timeout": spec.requeues}
+        try:
+            self.backend = submitit.AutoExecutor(folder=logs / "%j", cluster=spec.cluster, **limits)
+        except RuntimeError as err:
+            raise InputError(
+                f"cluster={spec.cluster!r} can't be used from this machine: {err}. Run the command where `sbatch` "
+                "works, or try cluster=local."
+            ) from err
+        self.backend.update_parameters(
+            name="probelens", timeout_min=spec.time, cpus_per_task=spec.cpus, gpus_per_node=spec.gpus or None,
+            mem_gb=spec.memory, slurm_partition=spec.partition, slurm_account=spec.account, slurm_qos=spec.qos,
+            slurm_constraint=spec.constraint, slurm_array_parallelism=most,
+        )  # fmt: skip
+        self._waiting: list[_Submitted] = []
+        self._running: list[_Submitted] = []
+        self._lock, self._wake, self._closed = threading.Lock(), threading.Event(), False
+        self._thread = threading.Thread(target=self._watch, name="submitit", daemon=True)
+        self._thread.start()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+        """As ``concurrent.futures.Executor.submit``, without keywords."""
+        if kwargs or self._closed:
+            raise RuntimeError("jobs take no keywords, and none after shutdown")
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        with self._lock:
+            self._waiting.append(_Submitted(future, (fn, *args)))
+        return future
+
+    def _watch(self) -> None:
+        pause = 0.2 if self.spec.cluster == "local" else 2.0
+        while True:
+            # The pause comes first, so that a grid's cells are all there and become one array.
+            self._wake.wait(pause)
+            self._wake.clear()
+            with self._lock:
+                if self._closed and not self._waiting and not self._running:
+                    return
+                try:
+                    self._submit()
+                    for item in [item for item in self._running if item.job.done()]:
+                        self._running.remove(item)
+                        self._finish(item)
+                except Exception as err:
+                    # The queue itself fails, such as sbatch refusing the partition: nothing will come.
+                    for item in [*self._waiting, *self._running]:
+                        item.future.set_exception(err)
+                    self._waiting, self._running = [], []
+
+    def _submit(self) -> None:
+        free = max(0, self.most - len(self._running))
+        batch, self._waiting = self._waiting[:free], self._waiting[free:]
+        batch = [item for item in batch if item.tries or item.future.set_running_or_notify_cancel()]
+        if not batch:
+            return
+        try:
+            with self.backend.batch():
+                for item in batch:
+                    item.job = self.backend.submit(_Cell(), *item.call)
+        except BaseException:
+            self._waiting = batch + self._waiting
+            raise
+        self._running += batch
+
+    def _finish(self, item: _Submitted) -> None:
+        import submitit
+
+        # On a shared disk the result may appear some time after the job has ended; here it is there or never.
+        here = self.spec.cluster == "local"
+        died = here and not item.job.paths.result_pickle.exists()
+        error = None if died else item.job.exception()
+        if died or isinstance(error, submitit.core.utils.UncompletedJobError):
+            item.tries += 1
+            cancelled = not here and "CANCELLED" in item.job.state.upper()
+            if item.tries <= RETRIES and not cancelled and not self._closed:
+                self._waiting.append(item)
+                return
+            tail = "" if error is None else f"\n{error}"
+            error = ProbelensError(f"{DIED.format(n=item.tries)} Logs: {item.job.paths.folder}{tail}")
+        if error is not None:
+            item.future.set_exception(error)
+        else:
+            item.future.set_result(item.job.result())
+
+    def stop(self) -> None:
+        """Cancel every job."""
+        with self._lock:
+            self._closed = True
+            for item in self._waiting:
+                item.future.cancel()
+            jobs, self._waiting, self._running = [item.job for item in self._running], [], []
+        for job in jobs:
+            with contextlib.suppress(Exception):
+                job.cancel(check=False)
+        end = time.monotonic() + (GRACE if self.spec.cluster == "local" else 0.0)
+        while time.monotonic() < end and not all(job.done() for job in jobs):
+            time.sleep(0.1)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """As ``concurrent.futures.Executor.shutdown``."""
+        with self._lock:
+            self._closed = True
+            if cancel_futures:
+                for item in self._waiting:
+                    item.future.cancel()
+                self._waiting = []
+        self._wake.set()
+        if wait:
+            self._thread.join()
