@@ -74,7 +74,7 @@ class Config:
             self._cell(arch, task, seed, parts=("probes", "erasure", "patching", "convolution"))
             for seed, task, arch in itertools.product(self.seeds, self.tasks, self.archs)
         ]
-        scaled = [task for task in ("parity", "s3") if task in self.tasks]
+        scaled = [task for task in self.tasks if task in ("parity", "s3")]
         for seed, task, arch, std in itertools.product(self.seeds, scaled, self.archs, self.stds):
             if arch in ("lstm", "gru"):
                 found.append(self._cell(arch, task, seed, parts=("probes",), embedding_std=std))
