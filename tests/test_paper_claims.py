@@ -43,7 +43,7 @@ def ablated(
     return [
         {**cell(arch, task), "kind": "ablation", "label": "state", "what": what, "layer": layer, "drop": drop,
          "lo": drop - 0.02, "hi": drop + 0.02, "probe_accuracy": 0.99, "refit_accuracy": refit, "baseline": 0.5,
-         "verdict": "inconclusive", "rank": 3.0, "clean": 1.0, "chance": 0.5, "damage_random": 0.0, "effect": 2 * drop,
+         "verdict": "inconclusive", "rank": 3.0, "clean": 1.0, "chance": 0.5, "damage": 2 * drop, "damage_random": 0.0, "effect": 2 * drop,
          "effect_against": "random_matched", "at_chance": refit <= 0.52, **more}
         for layer, drop in enumerate(drops)
     ]  # fmt: skip
@@ -123,10 +123,20 @@ def test_recovery_by_a_refitted_probe() -> None:
 
 
 def test_what_looked_inert_carries_the_task_or_does_not() -> None:
-    one = ablated("lstm", "parity", "direction", [0.0, 0.0, 0.0])
-    assert found(one + ablated("lstm", "parity", "inlp", [0.5, 0.5, 0.4]), "B.").agrees is True
-    random_too = ablated("lstm", "parity", "inlp", [0.5, 0.5, 0.4], damage_random=0.9)
-    assert found(one + random_too, "B.").agrees is False
+    def dose(drop: float, random: float) -> list[dict[str, Any]]:
+        return ablated(
+            "lstm", "parity", "inlp", [drop] * 3, kind="dose", rank=64, damage=2 * drop, damage_random=random
+        )
+
+    rows = ablated("lstm", "parity", "direction", [0.0, 0.0, 0.3])
+    rows += ablated("lstm", "parity", "inlp", [0.5] * 3, damage=1.0, damage_random=1.0)
+    assert found(rows + dose(0.45, 0.1), "B.").agrees is True
+    assert "2 readable inner layers" in str(found(rows + dose(0.45, 0.1), "B.").ours), (
+        "one direction costs 30 % at the third"
+    )
+    assert "2 of 2 at rank 64, 0 of 2 at its full rank" in str(found(rows + dose(0.45, 0.1), "B.").ours)
+    assert found(rows + dose(0.45, 0.8), "B.").agrees is False
+    assert found(rows, "B.").agrees is None, "at full rank everything is gone with any subspace"
 
 
 def test_erasure_counts_layers_at_chance() -> None:

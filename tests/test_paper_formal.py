@@ -25,7 +25,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> formal.Config:
 
 def test_one_cell_gives_every_kind_of_row(done: formal.Config) -> None:
     rows = pd.read_parquet(Path(done.out) / "rows.parquet")
-    assert set(rows["kind"]) == {"training", "behaviour", "probe", "indices", "ablation", "length", "site"}
+    assert set(rows["kind"]) == {"training", "behaviour", "probe", "indices", "ablation", "dose", "length", "site"}
     ablations = rows[rows["kind"] == "ablation"]
     assert set(ablations["what"]) == {"direction", "rows", "leace", "inlp"}
     for what, part in ablations.groupby("what"):

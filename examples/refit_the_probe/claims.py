@@ -460,34 +460,30 @@ def _inlp(rows: pd.DataFrame) -> list[Claim]:
     claim = "B. INLP against random subspaces of its rank: what looked inert carries most of the task"
     paper = "reverses the conclusion"
     keys = ["model", "cell", "train_seed", "layer"]
-    one = (
-        _inner(rows, "direction", claim, paper)[[*keys, "drop", "damage_random"]]
-        .rename(columns={"drop": "one"})
-        .drop(columns="damage_random")
+    one = _inner(rows, "direction", claim, paper)
+    one = one[(one["drop"] < MUCH) & (one["probe_accuracy"] > one["baseline"] + 0.1)][keys]
+    said, note = [], []
+    share = float("nan")
+    dose = _of(rows, "dose", claim, paper) if "dose" in set(rows["kind"]) else rows.iloc[:0]
+    whole = _inner(rows, "inlp", claim, paper).merge(one, on=keys)
+    for rank in (4, 16, 64):
+        part = dose[dose["rank"] == rank].merge(one, on=keys) if len(dose) else dose
+        if len(part):
+            carries = (part["damage"] - part["damage_random"]) > 0.5
+            share = float(carries.mean())
+            said.append(f"{carries.sum()} of {len(part)} at rank {rank}")
+    if len(whole):
+        carries = (whole["damage"] - whole["damage_random"]) > 0.5
+        said.append(f"{carries.sum()} of {len(whole)} at its full rank (median {whole['rank'].median():.0f})")
+        matched = (whole["effect"] > 0.5) & (whole["effect_against"] == "random_matched")
+        note = [f"Against random subspaces that remove as much variance, at full rank: {matched.sum()}."]
+    if not said:
+        return [Claim(claim, paper, f"no readable inner layer loses less than {MUCH:.0%} by one direction")]
+    text = (
+        f"{len(one)} readable inner layers lose less than {MUCH:.0%} by one direction; INLP costs half of the task more than "
+        f"random subspaces of its rank at {', '.join(said)}"
     )
-    many = _inner(rows, "inlp", claim, paper).merge(one, on=keys)
-    many["beyond"] = many["drop"] / (many["clean"] - many["chance"]) - many["damage_random"]
-    matched = many["effect"].where(many["effect_against"] == "random_matched")
-    inert = many[(many["one"] < MUCH) & (many["probe_accuracy"] > many["baseline"] + 0.1)]
-    carries = inert["beyond"] > 0.5
-    said = (
-        f"{len(inert)} readable inner layers lose less than {MUCH:.0%} by one direction; at {carries.sum()} of them INLP costs "
-        f"half of the task more than random subspaces of its rank"
-    )
-    note = (
-        f"Against random subspaces that remove as much variance it is {int((matched[inert.index] > 0.5).sum())}. "
-        f"INLP takes {inert['rank'].median():.0f} directions in the median."
-    )
-    return [
-        Claim(
-            claim,
-            paper,
-            said,
-            "",
-            bool(carries.mean() > 0.5) if len(inert) else None,
-            note if len(inert) else "",
-        )
-    ]
+    return [Claim(claim, paper, text, "", None if share != share else share > 0.5, " ".join(note))]
 
 
 def _chance(rows: pd.DataFrame) -> list[Claim]:

@@ -28,6 +28,7 @@ R = TypeVar("R", bound=Result)
 LATE = 16  # short prefixes recur in every split, so positions from here on are also reported apart
 SPANS = ("all", "late")
 BATCH = 100
+RANKS = (4, 16, 64)  # INLP to chance takes most of the space; the paper's stopped much earlier
 
 
 def run_cell(config: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
@@ -150,6 +151,21 @@ class Cell:
 
         return self.part(f"{method}_{label}", ErasureResult, compute)
 
+    def dose(self, label: str) -> pl.DoseResult | None:
+        """The first directions of INLP, a few and more, beside random subspaces of as many."""
+        spaces = self.erased(label, "inlp").subspaces
+        ranks = [rank for rank in RANKS if any(space.rank >= rank for space in spaces.values())]
+        if not ranks:
+            return None
+        return self.part(
+            f"dose_{label}",
+            pl.DoseResult,
+            lambda: pl.dose_response(
+                self.model, self.data["held"], spaces, ranks, refit=False, controls=self.config["controls"], label=label,
+                target=self.task.target, kinds=("random",), batch_size=BATCH, seed=self.seed,
+            ),
+        )  # fmt: skip
+
     def transfer(self, label: str, what: str) -> pl.LengthTransfer:
         """What the subspaces, frozen at the trained length, cost at longer ones."""
 
@@ -206,6 +222,7 @@ def measure(cell: Cell, status: Status) -> list[dict[str, Any]]:
                 parts.append((f"{what}, {label}", functools.partial(_targets, cell.ablation, label, what)))
             for method in ("leace", "inlp"):
                 parts.append((f"{method}, {label}", functools.partial(_targets, cell.erased, label, method)))
+            parts.append((f"dose, {label}", functools.partial(_dose, cell, label)))
             for what in ("direction", "leace"):
                 parts.append((f"lengths, {what}, {label}", functools.partial(_lengths, cell, label, what)))
     if "patching" in config["parts"]:
@@ -248,6 +265,14 @@ def _targets(part: Callable[[str, str], Any], label: str, what: str) -> list[dic
     ablation = found.ablation if isinstance(found, ErasureResult) else found
     targets = found.rows if isinstance(found, ErasureResult) else ablation.targets()
     return [{**row, "label": label, "what": what, "kind": "ablation"} for row in targets]
+
+
+def _dose(cell: Cell, label: str) -> list[dict[str, Any]]:
+    found = cell.dose(label)
+    if found is None:
+        return []
+    rows = _tidy("dose", found, what="inlp", label=label)
+    return [row for row in rows if row["condition"] == "target"]
 
 
 def _lengths(cell: Cell, label: str, what: str) -> list[dict[str, Any]]:
