@@ -181,35 +181,52 @@ def test_seeds_are_averaged_with_an_interval_over_them() -> None:
     assert high > 1.0, "Student's interval of three seeds"
 
 
-@pytest.mark.parametrize("name", ["behaviour", "ablations", "refits"])
+@pytest.mark.parametrize("name", ["behaviour", "ablations-parity", "refits-parity"])
 def test_figures_come_from_rows_alone(name: str) -> None:
     rows = pd.DataFrame(
         behaviour("lstm", "parity", *PERFECT) + ablated("lstm", "parity", "direction", [0.1, 0.2, 0.3])
     )
     figure = FIGURES[name][0](rows)
     shown = [list(t.y) for t in figure.data if t.y is not None]
-    wanted = {"behaviour": [1.0] * 5, "ablations": [0.1, 0.2, 0.3], "refits": [0.99] * 3}[name]
+    wanted = {"behaviour": [1.0] * 5, "ablations-parity": [0.1, 0.2, 0.3], "refits-parity": [0.99] * 3}[name]
     assert any(pytest.approx(y) == wanted for y in shown if len(y) == len(wanted))
 
 
 def test_what_is_published_can_be_published_again(tmp_path: Path) -> None:
+    trained = {
+        **cell("lstm", "parity"),
+        "kind": "training",
+        "step": 400,
+        "n_params": 8e5,
+        "learned": True,
+        "cpu_seconds": 14.0,
+    }
     rows = pd.DataFrame(
-        behaviour("lstm", "parity", *PERFECT) + ablated("lstm", "parity", "direction", [0.1, 0.2, 0.3])
+        [
+            trained,
+            *behaviour("lstm", "parity", *PERFECT),
+            *ablated("lstm", "parity", "direction", [0.1, 0.2, 0.3]),
+        ]
     )
     rows["cell"] = "0123"
     rows.to_parquet(tmp_path / "rows.parquet")
+    page = "A\n<!-- claims -->\nold\n<!-- end claims -->\nB\n<!-- cells -->\n<!-- end cells -->\nC\n"
     for source, n in (("rows.parquet", 1), ("small1.parquet", 2)):
+        (tmp_path / f"{n}.md").write_text(page)
         formal_report.main(
             [
                 str(tmp_path / source),
                 "--data",
                 str(tmp_path / f"small{n}.parquet"),
-                "--table",
+                "--page",
                 str(tmp_path / f"{n}.md"),
             ]
         )
-    assert (tmp_path / "1.md").read_text() == (tmp_path / "2.md").read_text()
+    text = (tmp_path / "1.md").read_text()
+    assert text == (tmp_path / "2.md").read_text()
+    assert "old" not in text
     assert (
         "| 2. LSTM and GRU generalise perfectly on Parity | 100 % at 40 to 120 tokens | worst: LSTM 100.0% at 40"
-        in (tmp_path / "1.md").read_text()
+        in text
     )
+    assert "| LSTM Parity | 0 | 400 | 14 | 1 / 1 / 1 / 1 / 1 |" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -92,31 +93,28 @@ def embedding_scale(rows: pd.DataFrame) -> go.Figure:
     )
 
 
-def ablations(rows: pd.DataFrame) -> go.Figure:
-    """What each way of taking the variable out costs by layer."""
-    found = main_cells(rows, "ablation")
-    table = over_seeds(found, ["cell", "model", "what", "layer"], "drop").astype({"layer": int})
-    table = table.assign(panel=table["model"] + ", " + table["cell"], what=table["what"].map(WHAT))
+def ablations(rows: pd.DataFrame, task: str) -> go.Figure:
+    """What each way of taking a task's variables out costs by layer."""
+    table = over_seeds(_of_task(rows, task), ["cell", "what", "layer"], "drop").astype({"layer": int})
     return plots.layer_profile(
-        table,
-        y="drop",
-        color="what",
-        facet="panel",
-        baselines={},
-        y_label="drop in accuracy, points",
-        percent=True,
+        table, y="drop", color="what", facet="cell", baselines={}, y_label="drop in accuracy"
     )
 
 
-def refits(rows: pd.DataFrame) -> go.Figure:
+def refits(rows: pd.DataFrame, task: str) -> go.Figure:
     """What a probe refitted on the ablated activations reads."""
-    found = main_cells(rows, "ablation").drop(columns=["lo", "hi"])
-    table = over_seeds(found, ["cell", "model", "what", "layer"], "refit_accuracy").astype({"layer": int})
-    table = table.assign(panel=table["model"] + ", " + table["cell"], what=table["what"].map(WHAT))
+    found = _of_task(rows, task).drop(columns=["lo", "hi"])
     return plots.layer_profile(
-        table, y="refit_accuracy", color="what", facet="panel", y_label="refitted probe",
+        over_seeds(found, ["cell", "what", "layer"], "refit_accuracy").astype({"layer": int}),
+        y="refit_accuracy", color="what", facet="cell", y_label="refitted probe",
         baselines={"probe_accuracy": "before", "baseline": "baseline"},
     )  # fmt: skip
+
+
+def _of_task(rows: pd.DataFrame, task: str) -> pd.DataFrame:
+    found = main_cells(rows, "ablation")
+    found = found[found["task"] == task]
+    return found.assign(cell=found["model"] + ", " + found["cell"], what=found["what"].map(WHAT))
 
 
 def transfer(rows: pd.DataFrame) -> go.Figure:
@@ -148,14 +146,22 @@ FIGURES: dict[str, tuple[Callable[[pd.DataFrame], go.Figure], str]] = {
         "The same for LSTM and GRU with three scales of the initial embedding: the layer at which the state becomes "
         "readable depends on it.",
     ),
-    "ablations": (
-        ablations,
-        "What it costs to take the variable out at one layer: the probe's best direction, all its rows, LEACE, INLP.",
-    ),
-    "refits": (
-        refits,
-        "What a linear probe refitted on the ablated activations reads, beside the probe before (dashed) and the baseline.",
-    ),
+    **{
+        f"ablations-{task}": (
+            functools.partial(ablations, task=task),
+            f"{TITLES[task]}: what it costs to take the variable out at one layer: the probe's best direction, all its "
+            "rows, LEACE, INLP.",
+        )
+        for task in TASKS
+    },
+    **{
+        f"refits-{task}": (
+            functools.partial(refits, task=task),
+            f"{TITLES[task]}: what a linear probe refitted on the ablated activations reads, beside the probe before "
+            "(dashed) and the baseline.",
+        )
+        for task in TASKS
+    },
     "transfer": (
         transfer,
         "Largest drop over inner layers when the best direction or LEACE, fitted at 40 tokens, is taken out of longer "

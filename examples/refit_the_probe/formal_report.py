@@ -11,7 +11,8 @@ from typing import Any
 import pandas as pd
 
 from probelens.examples.refit_the_probe.claims import claims
-from probelens.examples.refit_the_probe.figures import FIGURES, main_cells
+from probelens.examples.refit_the_probe.figures import FIGURES, main_cells, named
+from probelens.examples.refit_the_probe.setup import LABELS, NAMES, TASKS, TITLES
 from probelens.report import Chart, Section, Table, write_report
 from probelens.results import atomic_path
 
@@ -38,7 +39,7 @@ SECTIONS = (
     ),
     (
         "Needed",
-        ("ablations", "refits", "transfer"),
+        (*(f"{what}-{task}" for task in TASKS for what in ("ablations", "refits")), "transfer"),
         "What it costs to take the state out, and whether it is gone. Where the refitted probe stays high, a drop says "
         "nothing about necessity, nor does its absence.",
         ("ablation", "refit", "random", "tautological"),
@@ -130,19 +131,22 @@ def _sites(rows: pd.DataFrame) -> list[Table]:
 def slim(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows without columns that are empty, or that only repeat the run: small enough to publish."""
     kept = rows.dropna(axis=1, how="all").drop(columns=["cell"], errors="ignore")
-    numbers = kept.select_dtypes("float64").columns
+    # A scale is told apart by its value, so it stays as it was written.
+    numbers = kept.select_dtypes("float64").columns.drop("embedding_std", errors="ignore")
     return kept.astype(dict.fromkeys(numbers, "float32"))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Publish a run: its rows, its figures as SVG, and the table of claims as Markdown."""
+    """Publish a run: its rows, its figures as SVG, and its tables in a Markdown page."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("rows", type=Path, help="rows.parquet of a run, or what an earlier call published")
     parser.add_argument("--data", type=Path, help="where to write the rows, smaller")
     parser.add_argument(
         "--figures", type=Path, help="folder for an SVG of each figure; needs kaleido and a Chrome"
     )
-    parser.add_argument("--table", type=Path, help="where to write the claims, as a Markdown table")
+    parser.add_argument(
+        "--page", type=Path, help="page whose tables to write again, between the marks <!-- NAME -->"
+    )
     args = parser.parse_args(argv)
     rows = pd.read_parquet(args.rows)
     if args.data is not None:
@@ -156,18 +160,93 @@ def main(argv: Sequence[str] | None = None) -> None:
                     figure.update_layout(paper_bgcolor="white", plot_bgcolor="white").write_image(
                         part, format="svg"
                     )
-    if args.table is not None:
-        with atomic_path(args.table) as part:
-            part.write_text(markdown(rows), encoding="utf-8")
+    if args.page is not None:
+        text = filled(args.page.read_text(encoding="utf-8"), rows)
+        with atomic_path(args.page) as part:
+            part.write_text(text, encoding="utf-8")
 
 
-def markdown(rows: pd.DataFrame) -> str:
+def filled(page: str, rows: pd.DataFrame) -> str:
+    """A page with its tables written again: each stands between ``<!-- NAME -->`` and ``<!-- end NAME -->``."""
+    for name, table in (
+        ("claims", claims_table(rows)),
+        ("cells", cells_table(rows)),
+        ("sites", sites_table(rows)),
+    ):
+        first, last = f"<!-- {name} -->", f"<!-- end {name} -->"
+        if first in page:
+            head, rest = page.split(first, 1)
+            page = f"{head}{first}\n\n{table}\n{last}{rest.split(last, 1)[1]}"
+    return page
+
+
+def claims_table(rows: pd.DataFrame) -> str:
     """The claims as a Markdown table."""
     word = {True: "yes", False: "no", None: "can't say"}
     lines = ["| claim | paper | here | 95 % interval | agrees |", "|---|---|---|---|---|"]
     for claim in claims(rows):
         ours = f"{claim.ours}. {claim.note}" if claim.note else str(claim.ours)
         lines.append(f"| {claim.claim} | {claim.paper} | {ours} | {claim.interval} | {word[claim.agrees]} |")
+    return "\n".join(lines) + "\n"
+
+
+def cells_table(rows: pd.DataFrame) -> str:
+    """Each trained model: how long it trained, how well it answers by length, where it is readable."""
+    lines = [
+        "| cell | seed | steps | CPU-s | accuracy at 40 / 60 / 80 / 100 / 120 | probe at embedding, blocks 0 to 3 (untrained) |",
+        "|---|---|---|---|---|---|",
+    ]
+    keys = ["task", "arch", "convolution", "embedding_std", "train_seed"]
+    ordered = named(rows).sort_values(["_task", "_arch", "convolution", "embedding_std", "train_seed"],
+                                      ascending=[True, True, False, True, True], kind="stable")  # fmt: skip
+    for (task, arch, convolution, std, seed), part in ordered.groupby(keys, sort=False):
+        name = f"{NAMES[str(arch)]} {TITLES[str(task)]}"
+        name += "" if convolution else ", trained without convolution"
+        name += "" if std == 0.02 else f", embedding std {std:g}"
+        training = part[part["kind"] == "training"].dropna(subset=["n_params"]).iloc[-1]
+        steps = f"{training['step']:.0f}" + ("" if training["learned"] else ", 99 % not reached")
+        answers = part[(part["kind"] == "behaviour") & (part["span"] == "all")].sort_values("length")
+        said = " / ".join(f"{a:.3f}".removeprefix("0").rstrip("0").rstrip(".") for a in answers["accuracy"])
+        probes = (
+            part[(part["kind"] == "probe") & (part["control"] == "task") & (part["span"] == "late")]
+            if "probe" in set(part["kind"])
+            else part.iloc[:0]
+        )
+        read = []
+        for label in LABELS[str(task)]:
+            of = probes[probes["label"] == label].sort_values("layer")
+            if len(of):
+                values = " ".join(
+                    f"{a:.2f} ({u:.2f})" for a, u in zip(of["accuracy"], of["untrained"], strict=True)
+                )
+                read.append(f"{label}: {values}" if len(LABELS[str(task)]) > 1 else values)
+        lines.append(
+            f"| {name} | {seed:.0f} | {steps} | {training['cpu_seconds']:.0f} | {said} | {'; '.join(read)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def sites_table(rows: pd.DataFrame) -> str:
+    """Recovery by patching site, one column a model."""
+    found = (
+        main_cells(rows, "site").dropna(subset=["recovery"]) if "site" in set(rows["kind"]) else rows.iloc[:0]
+    )
+    if found.empty:
+        return ""
+    found = found.assign(
+        column=found["model"]
+        + ", "
+        + found["cell"].where(
+            found["pairs"].isna(), found["task"].map(TITLES) + " " + found["pairs"].astype(str)
+        )
+    )
+    columns = list(dict.fromkeys(found["column"]))
+    lines = ["| model, pairs | " + " | ".join(dict.fromkeys(found["site"])) + " |"]
+    lines.append("|---" * (1 + found["site"].nunique()) + "|")
+    for column in columns:
+        part = found[found["column"] == column].groupby("site")["recovery"].mean()
+        cells = [f"{part[s]:.2f}" if s in part else "" for s in dict.fromkeys(found["site"])]
+        lines.append(f"| {column} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
