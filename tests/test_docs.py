@@ -58,6 +58,10 @@ def test_the_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "patch.safetensors").is_file()
 
 
+def test_the_questions_page_runs() -> None:
+    run_page("docs/faq.md")
+
+
 def test_a_page_that_does_not_run_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "page.md").write_text("# Page\n\n```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n")
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
