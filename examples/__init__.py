@@ -8,4 +8,5 @@ A recipe is a module with a dataclass ``Config``, a dict ``PRESETS`` of changes 
 RECIPES: dict[str, str] = {
     "quickstart": "probelens.examples.quickstart",
     "paper-formal": "probelens.examples.refit_the_probe.formal",
+    "paper-pretrain": "probelens.examples.refit_the_probe.pretrain",
 }

@@ -1,0 +1,103 @@
+"""Python source as token ids: which modules models are pretrained on, a tokenizer for them, next-token prediction.
+
+Modules of the standard library are told apart by a hash of their name: on `held_out` ones no model of this
+folder is pretrained, so that Code-Depth can be probed on code that none of them has seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+import probelens as pl
+from probelens.tasks import _corpus
+
+__all__ = ["END", "NextToken", "functions", "held_out", "make_tokenizer"]
+
+END = "<|endoftext|>"
+HELD_OUT = 0.3  # share of the modules
+
+
+def held_out(module: str) -> bool:
+    """Whether a module of the standard library is kept from pretraining.
+
+    Examples:
+        >>> held_out("unittest"), held_out("json")
+        (True, False)
+    """
+    digest = hashlib.blake2b(f"refit the probe/{module}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big") / 2**56 < HELD_OUT
+
+
+def functions(corpus: Any = "stdlib", max_chars: int = 4000) -> list[tuple[str, str]]:
+    """Module (or repository) and text of every function of a corpus, in order, each text once.
+
+    Args:
+        corpus: As for `probelens.tasks.CodeDepth`.
+        max_chars: Longer functions are left out.
+    """
+    found = _corpus.load(corpus, 80, max_chars)
+    return [(found.names[group], code) for group, code in zip(found.groups, found.codes, strict=True)]
+
+
+def make_tokenizer(texts: Iterable[str], size: int) -> Any:
+    """A byte-level BPE tokenizer, GPT-2's kind, learned from texts: every character has a token of its own.
+
+    Args:
+        texts: What to learn from.
+        size: Number of tokens, `END` included, which is BOS and EOS at once.
+
+    Returns:
+        A ``PreTrainedTokenizerFast``.
+
+    Raises:
+        probelens.InputError: Fewer tokens than bytes.
+    """
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if size < 257:
+        raise pl.InputError(f"vocab={size}: a byte-level tokenizer has at least 257 tokens")
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    raw.train_from_iterator(texts, trainer)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=raw, bos_token=END, eos_token=END)
+
+
+class NextToken(pl.tasks.Task):
+    """Windows of a text, and the token that follows each position: language modelling as a task.
+
+    Labels:
+        - ``next``: The next token's id; undefined at a window's last position.
+
+    Args:
+        ids: The text. (n_tokens,)
+        vocab: Token strings.
+    """
+
+    def __init__(self, ids: np.ndarray, vocab: Sequence[str]) -> None:
+        self.ids = ids.astype(np.int64)
+        super().__init__("next_token", vocab, {"next": vocab}, target="next")
+
+    def draw(self, n: int, length: int, rng: np.random.Generator) -> np.ndarray:
+        if len(self.ids) <= length:
+            raise pl.InputError(f"the text has {len(self.ids)} tokens, too few for windows of {length}")
+        starts = rng.integers(0, len(self.ids) - length, n)
+        return self.ids[starts[:, None] + np.arange(length)]
+
+    def annotate(self, symbols: np.ndarray) -> dict[str, np.ndarray]:
+        return {"next": np.concatenate([symbols[:, 1:], np.full((len(symbols), 1), -1)], axis=1)}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Which text: its length and a hash."""
+        digest = hashlib.blake2b(self.ids.tobytes(), digest_size=8).hexdigest()
+        return {"task": "next_token", "tokens": len(self.ids), "digest": digest, "vocab": self.d_vocab}
