@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from probelens import _linalg
+
 __all__ = ["matched_frames"]
 
 
@@ -19,7 +21,7 @@ def matched_frames(frames: Tensor, values: Tensor, wanted: float, tol: float) ->
     ordered = torch.where(up, frames, frames.flip(1))
     ordered_log = torch.where(up[:, 0], log, -log.flip(0))
     ordered_values = torch.where(up[:, 0], values, values.flip(0))
-    rest = ordered[:, rank:] @ torch.linalg.inv(ordered[:, :rank])
+    rest = ordered[:, rank:] @ _linalg.inverse(ordered[:, :rank])
     gain = ordered_log[:, rank:, None] - ordered_log[:, None, :rank]  # never positive
     eye = torch.eye(rank, dtype=frames.dtype, device=frames.device).expand(n, rank, rank)
 
@@ -51,4 +53,4 @@ def _variance(frames: Tensor, values: Tensor) -> Tensor:
     """tr QΛQᵀ of the spans of frames that need not be orthonormal. (n, d, rank) -> (n,)"""
     gram = frames.mT @ frames
     inner = frames.mT @ (values[..., :, None] * frames)
-    return torch.linalg.solve(gram, inner).diagonal(dim1=-2, dim2=-1).sum(-1)
+    return _linalg.solve(gram, inner).diagonal(dim1=-2, dim2=-1).sum(-1)

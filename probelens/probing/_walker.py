@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from probelens import _linalg
 from probelens.probing.factor import Factorised
 from probelens.probing.links import Link
 
@@ -294,7 +295,7 @@ class Walker:
                     curve[i, j] += C * self.link.curvature(guess.r, ways[i][2], ways[j][2])
                     curve[j, i] = curve[i, j]
             curve += torch.diag(1e-7 * curve.diagonal() + 1e-30)
-            step = -torch.linalg.solve(curve, slope)
+            step = -_linalg.solve(curve, slope)
             if not -0.5 * float(step @ slope) > 0.1 * self.rough * value:
                 break
             for scale in (1.0, 0.25, 0.06, 0.0):
@@ -328,7 +329,7 @@ class Walker:
         seen = removed @ self.shared.vectors
         within = torch.einsum("ir,kr,jr->kij", seen, scale, seen)
         within += torch.eye(len(removed), dtype=within.dtype, device=within.device)
-        return removed.to(self.dtype), torch.linalg.inv(within).to(self.dtype)
+        return removed.to(self.dtype), _linalg.inverse(within).to(self.dtype)
 
     def _fit(self, C: float, end: _End, n_iter: int) -> LogisticFit:
         w, b = end.point.w.double(), end.point.b.double()
