@@ -13,7 +13,7 @@ import torch
 import probelens
 from probelens import _linalg
 
-LU = set("det inv inv_ex inverse logdet lu lu_factor lu_solve slogdet solve solve_ex".split())
+LU = {"det", "inv", "inv_ex", "inverse", "logdet", "lu", "lu_factor", "lu_solve", "slogdet", "solve"}
 ROOT = Path(probelens.__file__).parent
 
 MATCHED = """
