@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from probelens._unwrap import unadapted
 from probelens.adapter import Adapter, Call, ModelConfig
 from probelens.adapters._blocks import first_child, join
 from probelens.errors import AdapterNotFoundError, InputError
@@ -84,6 +85,7 @@ class HFAdapter(Adapter):
         head = outputs() if outputs is not None else None
         if head is not None:
             self.parts["unembed"] = path_of(module, head)
+        embed, head = (None if part is None else unadapted(part) for part in (embed, head))
         name = str(getattr(self.config, "_name_or_path", "") or type(module).__name__)
         heads = int(getattr(text, "num_attention_heads", 0) or 0)
         width = int(text.hidden_size)
@@ -130,7 +132,7 @@ class HFAdapter(Adapter):
     def resid_call(self, resid: Tensor, mask: Tensor | None, extra: dict[str, Any]) -> Call:
         # Only its shape is used: the block at which the run starts gets the residual itself.
         weight: Any = self.module.get_submodule(self.parts["embed"]).weight
-        blank = torch.zeros(*resid.shape[:2], weight.shape[-1], dtype=weight.dtype, device=weight.device)
+        blank = torch.zeros(*resid.shape[:2], weight.shape[-1], dtype=weight.dtype, device=self.device())
         return self.call(blank, mask, extra)
 
 

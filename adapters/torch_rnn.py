@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from probelens._unwrap import own_layers, unadapted
 from probelens.adapter import (
     NOTES,
     RESID,
@@ -62,17 +63,15 @@ class TorchRNN(Adapter):
         self.tokenizer = tokenizer
         # Each block: the path of its module and which of that module's layers it is.
         self.layers: list[tuple[str, int]] = []
-        found = [(path, m) for path, m in module.named_modules() if isinstance(m, nn.RNNBase)]
+        layers = own_layers(module)
+        found = [(path, m) for path, m in layers if isinstance(m, nn.RNNBase)]
         for path, rnn in found:
             self.layers += [(path, j) for j in range(rnn.num_layers)]
         self.blocks = [path for path, _ in self.layers]
         last = found[-1][1]
-        names = [path for path, _ in module.named_modules()]
-        after = names.index(found[-1][0])
-        linears = [
-            p for i, (p, m) in enumerate(module.named_modules()) if isinstance(m, nn.Linear) and i > after
-        ]
-        embeddings = [p for p, m in module.named_modules() if isinstance(m, nn.Embedding)]
+        after = [path for path, _ in layers].index(found[-1][0])
+        linears = [path for path, m in layers[after + 1 :] if isinstance(m, nn.Linear)]
+        embeddings = [path for path, m in layers if isinstance(m, nn.Embedding)]
         self.parts = {
             part: path
             for part, path in (
@@ -82,13 +81,16 @@ class TorchRNN(Adapter):
             )
             if path is not None
         }
+        names = [path for path, _ in module.named_modules()]
         for part, path in self.parts.items():
             if path not in names:
                 raise InputError(
                     f"{part}={path!r}: {type(module).__name__} has no such submodule. Found: {names[1:6]}"
                 )
-        table = module.get_submodule(self.parts["embed"]) if "embed" in self.parts else None
-        head = module.get_submodule(self.parts["unembed"]) if "unembed" in self.parts else None
+        table, head = (
+            unadapted(module.get_submodule(self.parts[part])) if part in self.parts else None
+            for part in ("embed", "unembed")
+        )
         self.cfg = ModelConfig(
             n_layers=len(self.layers),
             d_model=_width(last),
@@ -249,6 +251,7 @@ class TorchRNN(Adapter):
             if layer >= len(self.layers):
                 stack.enter_context(self._skipped(self.instrumented_paths(), thread))
                 path = self.after_blocks()
+                resid = resid.to(self.device_of(path) or resid.device)
                 handle = self.module.get_submodule(path).register_forward_pre_hook(
                     lambda m, args: (resid, *args[1:]) if threading.get_ident() == thread else None,
                     prepend=True,
@@ -257,6 +260,7 @@ class TorchRNN(Adapter):
                 yield
                 return
             path, j = self.layers[layer]
+            resid = resid.to(self.device_of(path) or resid.device)
             paths = self.instrumented_paths()
             stack.enter_context(self._skipped(paths[: paths.index(path)], thread))
             rnn = self._rnn(path)
@@ -285,7 +289,7 @@ class TorchRNN(Adapter):
         with contextlib.ExitStack() as stack:
             for path in paths:
                 rnn = self._rnn(path)
-                stack.enter_context(swapped_forward(rnn, _blank(rnn, rnn.forward, thread)))
+                stack.enter_context(swapped_forward(rnn, _blank(rnn, rnn.forward, thread), False))
             yield
 
 

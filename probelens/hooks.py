@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from probelens._eager import eager, hold, release
 from probelens.errors import HookNotFiredError, InputError, ShapeError
 from probelens.points import HookPoint, Site, first_argument, pick, put
 
@@ -280,6 +281,8 @@ class Switchboard:
             try:
                 for entry in entries:
                     name = entry.point.name
+                    if not self.entries:
+                        hold()
                     first = name not in self.entries
                     self.entries.setdefault(name, []).append(entry)
                     added.append(entry)
@@ -304,6 +307,8 @@ class Switchboard:
                     self.entries[name] = left
                 else:
                     del self.entries[name]
+                    if not self.entries:
+                        release()
                     self._uninstall(entry.point)
 
     @contextlib.contextmanager
@@ -319,14 +324,15 @@ class Switchboard:
     def instrumented(self, paths: Iterable[str]) -> Iterator[None]:
         """Run the instrumented forward of these modules whether or not anybody listens."""
         done: list[str] = []
-        try:
-            for path in paths:
-                self._instrument(path)
-                done.append(path)
-            yield
-        finally:
-            for path in reversed(done):
-                self._deinstrument(path)
+        with eager():
+            try:
+                for path in paths:
+                    self._instrument(path)
+                    done.append(path)
+                yield
+            finally:
+                for path in reversed(done):
+                    self._deinstrument(path)
 
     def _install(self, point: HookPoint) -> None:
         if point.kind == "interior":

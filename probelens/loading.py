@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from probelens._unwrap import unwrap
 from probelens.errors import AdapterNotFoundError, InputError
 from probelens.model import HookedModel
 from probelens.registry import find_adapter
@@ -21,7 +22,8 @@ def wrap(module: Any, adapter: str | None = None, **options: Any) -> HookedModel
 
     Args:
         module: A transformers model, a module with an ``nn.LSTM``/``nn.GRU``, a TransformerLens or
-            nnsight model, or any module whose list of blocks you name with ``blocks=``.
+            nnsight model, or any module whose list of blocks you name with ``blocks=``. Of a compiled
+            model, a ``DataParallel`` or a PEFT model with LoRA or its like, the model inside.
         adapter: Name of the adapter; None to find it.
         **options: For the adapter: ``tokenizer=``, and for the generic one ``blocks=``, ``embed=``,
             ``ln_final=``, ``unembed=`` (module paths).
@@ -31,7 +33,8 @@ def wrap(module: Any, adapter: str | None = None, **options: Any) -> HookedModel
 
     Raises:
         AdapterNotFoundError: No adapter knows the module, or ``adapter`` isn't installed.
-        InputError: An option that the adapter doesn't take, or a path the module doesn't have.
+        InputError: An option that the adapter doesn't take, a path the module doesn't have, or a
+            wrapper that does more than run the model (prompt tuning, TorchScript, sharded weights).
 
     Examples:
         >>> import torch
@@ -49,6 +52,7 @@ def wrap(module: Any, adapter: str | None = None, **options: Any) -> HookedModel
             f"wrap() takes a model, not the class {module.__name__}: make one first, {module.__name__}(...)"
         )
     options = {k: v for k, v in options.items() if v is not None}
+    module = unwrap(module)
     return find_adapter(module, adapter, options).wrap(module, **options)
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from probelens._chain import chained
+from probelens._eager import eager
 from probelens.adapter import Adapter, ModelConfig, StopForward
 from probelens.cache import ActivationCache, Slice
 from probelens.errors import InputError, UnknownHookError
@@ -122,6 +124,7 @@ class HookedModel(LensMethods):
             )
         call = self._call(inputs, mask, start, dict(extra))
         with contextlib.ExitStack() as stack:
+            stack.enter_context(eager())
             if stop is not None:
                 stack.enter_context(self.adapter.stopping_at(stop))
             if start is not None:
@@ -433,33 +436,8 @@ class HookedModel(LensMethods):
             could be made: a model that random tokens alone don't run.
         """
         if layer not in self._chained:
-            self._chained[layer] = self._try_chain(layer)
+            self._chained[layer] = chained(self, layer)
         return self._chained[layer]
-
-    def _try_chain(self, layer: int) -> bool:
-        vocab = self.adapter.cfg.d_vocab
-        if not vocab:
-            return True
-        x = torch.randint(vocab, (2, 5), generator=torch.Generator().manual_seed(0))
-        with self._board.muted(), torch.no_grad(), self.evaluating():
-            call = self._call(x, None, None, {})
-            try:
-                full = self.adapter.output(self.adapter.run(call))
-            except Exception:
-                # A model that needs more than tokens fails in a way of its own; its user knows how to run it.
-                return True
-            resid = self._forward(x, "logits", None, layer, None, {})
-            if resid.ndim != 3 or resid.shape[:2] != x.shape:
-                return False
-            again = self._forward(resid, "logits", layer, None, None, {})
-        size = full.abs().max().float()
-        half = full.dtype in (torch.float16, torch.bfloat16) or self.cfg.dtype in (
-            torch.float16,
-            torch.bfloat16,
-        )
-        return again.shape == full.shape and bool(
-            (again - full).abs().max() <= (5e-2 if half else 1e-3) * size
-        )
 
     # -- the user's module ------------------------------------------------------------------------------
 
@@ -489,7 +467,8 @@ class HookedModel(LensMethods):
 
         Args:
             inputs: Tokens, text or features; None for random tokens.
-            tolerance: Largest relative change by an identity edit; None for 1e-5 (0.05 in half precision).
+            tolerance: Largest relative change by an identity edit; None for 1e-5 (0.05 in half precision
+                and under autocast).
             seed: Of the noise and of the other run's tokens.
             progress: Show a progress bar.
 
@@ -515,6 +494,7 @@ class HookedModel(LensMethods):
         Raises:
             UnknownHookError: No such weight.
             ShapeError: A function that returns another shape.
+            InputError: A weight that isn't in memory.
         """
         from probelens.weights import edited_weights
 
