@@ -218,6 +218,8 @@ class MambaSSM(Adapter):
     @contextlib.contextmanager
     def starting_at(self, layer: int, resid: Tensor) -> Iterator[None]:
         thread = threading.get_ident()
+        if layer < len(self.blocks):
+            resid = resid.to(self.device_of(self.blocks[layer]) or resid.device)
 
         def passing(native: Callable[..., Any], index: int) -> Callable[..., Any]:
             def forward(hidden: Tensor, residual: Tensor | None = None, **kw: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from probelens._offload import execution_device, with_weights
 from probelens.errors import InputError, ShapeError
 from probelens.hooks import HookPoint, Site, Switchboard, Tap, attach_to_module, pick, put
 
@@ -96,12 +97,21 @@ class StopForward(BaseException):
 
 
 @contextlib.contextmanager
-def swapped_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def swapped_forward(
+    module: nn.Module, forward: Callable[..., Any], reads_weights: bool = True
+) -> Iterator[None]:
     """Run ``forward`` instead of the module's own while the block lasts.
 
     The class and the state dict stay as they are: only the instance's ``forward`` attribute is
     set, and what was there before comes back on every way out.
+
+    Args:
+        module: The module.
+        forward: What to run.
+        reads_weights: False leaves weights that accelerate offloaded where they are.
     """
+    if reads_weights:
+        forward = with_weights(module, forward)
     missing = object()
     before = module.__dict__.get("forward", missing)
     module.__dict__["forward"] = forward
@@ -244,12 +254,16 @@ class Adapter:
 
     def device(self) -> torch.device:
         """Where the inputs go: the device of the embedding, else of the first parameter."""
-        if "embed" in self.parts:
-            found = next(self.module.get_submodule(self.parts["embed"]).parameters(), None)
-            if found is not None:
-                return found.device
-        first = next(self.module.parameters(), None)
-        return torch.device("cpu") if first is None else first.device
+        return self.device_of(self.parts.get("embed", "")) or self.device_of("") or torch.device("cpu")
+
+    def device_of(self, path: str) -> torch.device | None:
+        """Where the module at ``path`` runs: the device of its first parameter; None if it has none."""
+        module = self.module.get_submodule(path)
+        found = next(module.parameters(), None)
+        if found is None:
+            return None
+        offloaded = execution_device(module) if found.device.type == "meta" else None
+        return offloaded or found.device
 
     def accepts(self, keyword: str) -> bool:
         """Whether the module's forward takes this keyword."""
@@ -315,13 +329,14 @@ class Adapter:
                 f"(batch, pos, d_vocab); the logits have shape {tuple(logits.shape)}. "
                 'Use return_type="logits" and compute a loss of your own.'
             )
+        answers = tokens[:, 1:].to(logits.device)
         losses = nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none"
+            logits[:, :-1].flatten(0, 1).float(), answers.flatten(), reduction="none"
         )
-        shape = tokens[:, 1:].shape
+        shape = answers.shape
         if call.mask is None:
             return losses.view(shape) if per_token else losses.mean()
-        weight = (call.mask[:, 1:] * call.mask[:, :-1]).flatten().to(losses.dtype)
+        weight = (call.mask[:, 1:] * call.mask[:, :-1]).flatten().to(losses)
         return (losses * weight).view(shape) if per_token else (losses * weight).sum() / weight.sum()
 
     # -- starting and stopping at a block --------------------------------------------------------
@@ -394,10 +409,11 @@ class Adapter:
             return forward
 
         path = self.blocks[layer] if layer < len(self.blocks) else self.after_blocks()
+        resid = resid.to(self.device_of(path) or resid.device)
         with contextlib.ExitStack() as stack:
             for skipped in self.blocks[:layer]:
                 block = self.module.get_submodule(skipped)
-                stack.enter_context(swapped_forward(block, passing(block.forward)))
+                stack.enter_context(swapped_forward(block, passing(block.forward), False))
             module = self.module.get_submodule(path)
             handle = module.register_forward_pre_hook(feed, with_kwargs=True, prepend=True)
             stack.callback(handle.remove)

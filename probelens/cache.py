@@ -264,7 +264,7 @@ class ActivationCache(Mapping[str, Tensor]):
         if not 0 < upto <= n_layers:
             raise UnknownHookError(f"layer {layer} asked for, allowed are 1 to {n_layers}, or -1 for all")
         key = (sublayer_type,) if sublayer_type else ()
-        return torch.stack([self[(activation_name, i, *key)] for i in range(upto)])
+        return _stacked([self[(activation_name, i, *key)] for i in range(upto)])
 
     def accumulated_resid(
         self, layer: int | None = None, incl_mid: bool = False, apply_ln: bool = False,
@@ -301,13 +301,14 @@ class ActivationCache(Mapping[str, Tensor]):
             if (incl_mid and i < upto) or (mlp_input and i == upto):
                 parts.append(self["resid_mid", i])
                 labels.append(f"{i}_mid")
-        stacked = torch.stack([self._at(part, pos_slice) for part in parts])
+        stacked = _stacked([self._at(part, pos_slice) for part in parts])
         if apply_ln:
             if self.model is None or "ln_final" not in self.model.adapter.parts:
                 raise InputError("apply_ln needs a model with a final norm; this one has none")
-            norm = self.model.module.get_submodule(self.model.adapter.parts["ln_final"])
+            path = self.model.adapter.parts["ln_final"]
+            norm, place = self.model.module.get_submodule(path), self.model.adapter.device_of(path)
             with torch.no_grad():
-                stacked = norm(stacked)
+                stacked = norm(stacked.to(place or stacked.device)).to(stacked.device)
         return (stacked, labels) if return_labels else stacked
 
     def decompose_resid(
@@ -354,7 +355,7 @@ class ActivationCache(Mapping[str, Tensor]):
                 parts[f"{i}_{first}"] = self[first, i]
             if mode != "attn" and i < upto and has_mlp:
                 parts[f"{i}_mlp_out"] = self["mlp_out", i]
-        stacked = torch.stack([self._at(part, pos_slice) for part in parts.values()])
+        stacked = _stacked([self._at(part, pos_slice) for part in parts.values()])
         return (stacked, list(parts)) if return_labels else stacked
 
     def _attn_only(self) -> bool:
@@ -362,3 +363,8 @@ class ActivationCache(Mapping[str, Tensor]):
 
     def _at(self, part: Tensor, pos: Slice) -> Tensor:
         return slice_positions(part, pos, 1 if self.has_batch_dim else 0)
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    """On the device of the last, where a model is spread over several."""
+    return torch.stack([part.to(parts[-1].device) for part in parts])

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probelens._offload import stored
 from probelens.cache import Slice
 from probelens.errors import InputError, ShapeError, StoreError, UnknownHookError, nearest
 from probelens.model import HookedModel
@@ -198,8 +199,7 @@ def _inputs(
         attention = made if attention is None else attention
     elif isinstance(batch, Tensor):
         tokens = batch
-    elif isinstance(batch, Mapping) or hasattr(batch, "column_names"):
-        columns = batch if isinstance(batch, Mapping) else {c: batch[c] for c in batch.column_names}
+    elif (columns := _columns(batch)) is not None:
         if "input_ids" not in columns:
             raise InputError(
                 f"inputs need a column 'input_ids', found {sorted(columns)}. Tokenize the text first."
@@ -224,6 +224,17 @@ def _inputs(
             )
         return tokens, attention.bool().cpu(), attention
     return tokens, None, None
+
+
+def _columns(batch: Any) -> Mapping[str, Any] | None:
+    """A mapping, a dataset or a list of its rows as columns; None for anything else."""
+    if isinstance(batch, Mapping):
+        return batch
+    if hasattr(batch, "column_names"):
+        return {name: batch[name] for name in batch.column_names}
+    if isinstance(batch, (list, tuple)) and batch and all(isinstance(row, Mapping) for row in batch):
+        return {name: [row[name] for row in batch] for name in batch[0] if all(name in row for row in batch)}
+    return None
 
 
 def _padded(ids: Any, attention: Any) -> tuple[Tensor, Tensor | None]:
@@ -348,8 +359,9 @@ def _key(
         json.dumps([model.cfg.model_name, names, str(dtype), list(tokens.shape), kept.tolist()]).encode()
     )
     digest.update(tokens.cpu().contiguous().numpy().tobytes())
-    for name, p in model.module.named_parameters():
+    for name, _ in model.module.named_parameters():
         # A few numbers of every weight tell two checkpoints apart without reading all of them.
-        sample = p.detach().flatten()[:: max(1, p.numel() // 64)].float().cpu()
-        digest.update(name.encode() + sample.numpy().tobytes())
+        p = stored(model.module, name)
+        sample = None if p is None else p.detach().flatten()[:: max(1, p.numel() // 64)].float().cpu()
+        digest.update(name.encode() + (b"" if sample is None else sample.numpy().tobytes()))
     return digest.hexdigest()

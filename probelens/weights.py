@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from probelens._offload import need_data
 from probelens.errors import InputError, ShapeError, UnknownHookError, nearest
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def edited_weights(
                 raise InputError(
                     f"edit_weights takes functions of a tensor, got {type(fn).__name__} for {name!r}"
                 )
-            tensor = tensors[weight_name(model, name)]
+            tensor = need_data(name, tensors[weight_name(model, name)])
             before = tensor.detach().clone()
             with torch.no_grad():
                 new = fn(before.clone())
