@@ -32,14 +32,13 @@ def first_order(
         held[model.alias(hook.name)].append(tensor)
         return tensor
 
-    with torch.enable_grad():
-        logits = model.run_with_hooks(tokens, [(name, keep) for name in names], attention_mask=mask)
-        where = read.pos[rows].to(logits.device)  # type: ignore[index]
-        picked = logits.gather(1, where[..., None].expand(-1, -1, logits.shape[-1]))
-        value = read.fn(picked, **{k: v[rows].to(logits.device) for k, v in read.data.items()})
-        every = [tensor for name in names for tensor in held[name]]
-        # A state after the read position has no gradient: nothing is read from it.
-        grads = iter(torch.autograd.grad(value.sum(), every, allow_unused=True))
+    logits = model.run_with_hooks(tokens, [(name, keep) for name in names], attention_mask=mask)
+    where = read.pos[rows].to(logits.device)  # type: ignore[index]
+    picked = logits.gather(1, where[..., None].expand(-1, -1, logits.shape[-1]))
+    value = read.fn(picked, **{k: v[rows].to(logits.device) for k, v in read.data.items()})
+    every = [tensor for name in names for tensor in held[name]]
+    # A state after the read position has no gradient: nothing is read from it.
+    grads = iter(torch.autograd.grad(value.sum(), every, allow_unused=True))
     found = []
     for name in names:
         # A state point was called once a step; any other point once, with all positions.

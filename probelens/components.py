@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from probelens._ablating import Metric, Runs, accuracy_chance, label_of, reader, score, scored_positions
+from probelens._modes import exact
 from probelens.collect import collect
 from probelens.errors import InputError
 from probelens.model import HookedModel
@@ -242,6 +243,7 @@ def position_means(acts: Tensor, mask: Tensor) -> Tensor:
     return (acts * weight).sum(0, keepdim=True) / weight.sum(0, keepdim=True).clamp_min(1)
 
 
+@exact
 def donor_rows(batch: Any, source: Any, seed: int) -> Tensor:
     """For each example another one of ``source`` that is real wherever it is. (example,)"""
     gen = torch.Generator().manual_seed(seed)

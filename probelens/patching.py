@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from probelens._modes import differentiable
 from probelens._patch_parts import Metric, Mode, Pos, at_column, columns, first_order, read_metric, replace
 from probelens.collect import collect, padding_mask
 from probelens.errors import InputError, MetricError
@@ -368,7 +369,12 @@ def attribute(
     parts: list[Tensor] = []
     base: list[Tensor] = []
     chunks = torch.arange(len(pairs)).split(batch_size)
-    with model.evaluating(), progress_bar(len(chunks), "backward passes", progress) as bar:
+    if any(p.is_inference() for p in model.module.parameters()):
+        raise InputError(
+            "attribute() needs a gradient, and this model was made under torch.inference_mode, so it can have none. "
+            "Make it outside, or use patch()"
+        )
+    with model.evaluating(), differentiable(), progress_bar(len(chunks), "backward passes", progress) as bar:
         for rows in chunks:
             found, value = first_order(
                 model, into[rows], None if mask is None else mask[rows], names, values, rows, read

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from probelens._bootstrap import Array, as_array
+from probelens._modes import exact
 from probelens.errors import InputError
 from probelens.results import Result
 
@@ -72,6 +73,7 @@ def smallest_p(n: int, alternative: Alternative = "two-sided") -> float:
     return min(1.0, (2.0 if alternative == "two-sided" else 1.0) / 2.0**n)
 
 
+@exact
 def sign_flip(
     differences: ArrayLike | Tensor,
     *,
@@ -121,6 +123,7 @@ def sign_flip(
     )
 
 
+@exact
 def max_t(
     differences: ArrayLike | Tensor,
     *,

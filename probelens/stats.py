@@ -24,6 +24,7 @@ from probelens._bootstrap import (
     resample,
     t_quantile,
 )
+from probelens._modes import exact
 from probelens.errors import InputError, ShapeError
 from probelens.permutation import SignFlip, holm, max_t, sign_flip, smallest_p
 from probelens.results import Result
@@ -112,6 +113,7 @@ class Interval(Result):
         return f"Interval({body}, level={self.level:g}, n_seeds={self.n_seeds}, scope={self.scope!r})"
 
 
+@exact
 def hierarchical_bootstrap(
     values: Values,
     seeds: ArrayLike | Tensor | None = None,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from probelens._modes import differentiable
 from probelens._training_run import Interrupts, Run
 from probelens.errors import InputError
 from probelens.models import n_params
@@ -269,7 +270,10 @@ def train(
     if run.done:
         run.save_model()
     else:
-        with _threads(config.threads), context(), Interrupts() as interrupts, _bar(progress, run) as report:
+        with (
+            _threads(config.threads), context(), differentiable(), Interrupts() as interrupts,
+            _bar(progress, run) as report,
+        ):  # fmt: skip
             run.loop(interrupts, report)
     module.eval()
     return TrainResult(

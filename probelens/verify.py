@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from probelens._modes import autocasting
 from probelens.errors import InputError, ProbelensError
 from probelens.points import HookPoint
 from probelens.progress import progress_bar
@@ -82,7 +83,7 @@ def verify(
     before = left_behind(model.module)
     dtype = model.cfg.dtype
     if tolerance is None:
-        tolerance = 1e-5 if dtype in (torch.float32, torch.float64) else 5e-2
+        tolerance = 1e-5 if dtype in (torch.float32, torch.float64) and not autocasting() else 5e-2
     rows: list[dict[str, Any]] = []
     points = list(model.hook_dict.values())
     with torch.no_grad(), model.evaluating(), progress_bar(len(points), "hook points", progress) as bar:
@@ -116,12 +117,11 @@ def _try(
         return tensor + drawn * (scale or 1.0)
 
     try:
-        row["identity"] = (
-            model.run_with_hooks(x, [(point.name, same)]) - native
-        ).float().abs().max().item() / size
-        row["edit"] = (
-            model.run_with_hooks(x, [(point.name, noise)]) - native
-        ).float().abs().max().item() / size
+        untouched = model.run_with_hooks(x, [(point.name, same)])
+        row["identity"] = (untouched - native).float().abs().max().item() / size
+        # Beside the run with the other edit, not the native one: another backend rounds in another way.
+        edited = model.run_with_hooks(x, [(point.name, noise)])
+        row["edit"] = (edited - untouched).float().abs().max().item() / size
         if gap > 0 and _carries_everything(model, point):
             _, cache = model.run_with_cache(other, point.name)
             source = cache[point.name]
@@ -132,7 +132,7 @@ def _try(
         return row
     if row["identity"] > tolerance:
         row["problem"] = f"an edit that returns its input changes the output by {row['identity']:.2g}"
-    elif not row["edit"] > max(10 * row["identity"], 1e-7):
+    elif not row["edit"] > 1e-7:
         row["problem"] = "noise here doesn't change the output"
     elif row["restored"] is not None and abs(row["restored"] - 1) > max(1e-3, 10 * tolerance):
         found = f"patching all of it from another run restores {row['restored']:.3f} of that run, not 1"

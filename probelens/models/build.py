@@ -47,7 +47,7 @@ def build(config: FormalConfig) -> nn.Module:
             f"build() takes a FormalConfig, not a {type(config).__name__}. "
             "Write build(FormalConfig('lstm', d_vocab=12))."
         )
-    with _seeded(config.seed):
+    with _seeded(config.seed), torch.inference_mode(False):
         model = _construct(config)
         with torch.no_grad():
             embedding_of(model).weight.normal_(0.0, config.embedding_std)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from probelens import _linalg
+from probelens._modes import exact
 from probelens.probing.factor import Factorised
 from probelens.probing.links import Link
 
@@ -57,6 +58,7 @@ class LogisticFit:
     n_iter: int
     converged: bool
 
+    @exact
     def logits(self, X: Tensor) -> Tensor:
         """Logits of every class; for two classes they are ±half the decision function. (n, n_classes)"""
         coef, intercept = self.softmax()

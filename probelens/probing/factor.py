@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probelens._modes import exact
 from probelens.errors import InputError, ShapeError
 
 __all__ = ["Factorised", "as_features"]
@@ -64,6 +65,7 @@ class Factorised:
     _exact: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
+    @exact
     def of(
         cls,
         X: Any,
@@ -140,6 +142,7 @@ class Factorised:
             self._exact[key] = ((source - self.mean) / self.scale).to(dtype)
         return self._exact[key]
 
+    @exact
     def project_out(self, basis: Tensor, *, refactor: bool = False) -> Factorised:
         """The same features without a subspace, as in INLP; no copy of the features is made.
 
@@ -191,6 +194,7 @@ class Factorised:
             full = replace(self, values=values, vectors=vectors, gram=gram, precise=True)
         return full if self.removed is None else full.project_out(self.removed[:0], refactor=True)
 
+    @exact
     def cross(self, columns: Tensor) -> Tensor:
         """columnsᵀ x, summed in float64. (k, d)"""
         out = torch.zeros(columns.shape[1], self.d, dtype=torch.float64, device=self.x.device)
@@ -198,6 +202,7 @@ class Factorised:
             out += columns[rows].double().T @ self.x[rows].double()
         return out
 
+    @exact
     def restrict(self, weights: Tensor) -> Tensor:
         """Weights or gradients with the removed directions taken out. (k, d)"""
         if self.removed is None:

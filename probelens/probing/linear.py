@@ -14,6 +14,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 from torch import Tensor
 
+from probelens._modes import exact
 from probelens.errors import InputError, ShapeError
 from probelens.probing.factor import Factorised, as_features
 from probelens.probing.ridge import ridge_path
@@ -57,6 +58,7 @@ class _Linear(BaseEstimator):
         self.n_features_in_ = x.shape[1]
         return x, y
 
+    @exact
     def _affine(self, X: Any) -> np.ndarray:
         x = self._features(X)
         dtype = x.dtype if x.dtype == torch.float64 else torch.float32
@@ -118,6 +120,7 @@ class LinearProbe(ClassifierMixin, _Linear):
         self.fit_intercept = fit_intercept
         self.standardize = standardize
 
+    @exact
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LinearProbe:
         """Fit the probe.
 
@@ -221,6 +224,7 @@ class RidgeProbe(RegressorMixin, _Linear):
         tags.target_tags.multi_output = True
         return tags
 
+    @exact
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> RidgeProbe:
         """Fit the probe.
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from probelens._modes import exact
 from probelens.errors import InputError, ShapeError
 from probelens.probing.factor import Factorised, as_features
 from probelens.probing.solver import DEFAULT_CS, LogisticFit, fit_path
@@ -50,6 +51,7 @@ class Codelength:
     n_classes: int
 
 
+@exact
 def online_codelength(
     X: Tensor | Any,
     y: Tensor,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from probelens._modes import differentiable, exact
 from probelens.errors import InputError, ShapeError
 from probelens.probing.factor import as_features
 
@@ -57,6 +58,7 @@ class MLPProbe:
     weight_decay: float = 1e-3
     seed: int = 0
 
+    @exact
     def fit(self, X: Any, y: Any, X_val: Any, y_val: Any, n_classes: int | None = None) -> MLPProbe:
         """Train on some rows, stop by others.
 
@@ -84,32 +86,33 @@ class MLPProbe:
         self.mean_ = x.mean(0)
         self.scale_ = x.std(0, correction=0)
         self.scale_ = torch.where(self.scale_ > 1e-12 * (1 + self.mean_.abs()), self.scale_, 1.0)
-        x, x_val = (x - self.mean_) / self.scale_, (x_val - self.mean_) / self.scale_
+        with differentiable():
+            x, x_val = (x - self.mean_) / self.scale_, (x_val - self.mean_) / self.scale_
 
-        rng = torch.Generator().manual_seed(self.seed)
-        weights = [w.to(x.device).requires_grad_() for w in self._initial(x.shape[1], rng)]
-        optimiser = torch.optim.AdamW(weights, lr=self.lr, weight_decay=self.weight_decay)
-        best, kept, waited = math.inf, [w.detach().clone() for w in weights], 0
-        for epoch in range(self.max_epochs):
-            order = torch.randperm(len(x), generator=rng).to(x.device)
-            with torch.enable_grad():
+            rng = torch.Generator().manual_seed(self.seed)
+            weights = [w.to(x.device).requires_grad_() for w in self._initial(x.shape[1], rng)]
+            optimiser = torch.optim.AdamW(weights, lr=self.lr, weight_decay=self.weight_decay)
+            best, kept, waited = math.inf, [w.detach().clone() for w in weights], 0
+            for epoch in range(self.max_epochs):
+                order = torch.randperm(len(x), generator=rng).to(x.device)
                 for rows in order.split(self.batch_size):
                     loss = F.cross_entropy(_forward(x[rows], weights), labels[rows])
                     optimiser.zero_grad(set_to_none=True)
                     loss.backward()
                     optimiser.step()
-            with torch.no_grad():
-                now = float(F.cross_entropy(_forward(x_val, weights), labels_val))
-            self.n_epochs_ = epoch + 1
-            if now < best - 1e-4:
-                best, kept, waited = now, [w.detach().clone() for w in weights], 0
-            else:
-                waited += 1
-                if waited >= self.patience:
-                    break
+                with torch.no_grad():
+                    now = float(F.cross_entropy(_forward(x_val, weights), labels_val))
+                self.n_epochs_ = epoch + 1
+                if now < best - 1e-4:
+                    best, kept, waited = now, [w.detach().clone() for w in weights], 0
+                else:
+                    waited += 1
+                    if waited >= self.patience:
+                        break
         self.weights_, self.val_loss_ = kept, best
         return self
 
+    @exact
     def logits(self, X: Any) -> Tensor:
         """Logits of every class. (n, n_classes)"""
         x = as_features(X).float()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from probelens._modes import exact
 from probelens.errors import InputError, UnknownHookError, nearest
 from probelens.probing._data import Data
 from probelens.probing._fitting import Fitted, by_position, share
@@ -193,6 +194,7 @@ class ProbeResult(Result):
         return plots.layer_profile(table, y="r2", y_label="R²", percent=False, facet=facet, title=title)
 
 
+@exact
 def probe(
     acts: Any,
     labels: Tensor | Mapping[str, Tensor],
@@ -320,6 +322,7 @@ def _numbers(record: Recorder, other: Mapping[str, Tensor] | None, w: int, split
     )
 
 
+@exact
 def refit_accuracy(
     clean: Tensor,
     ablated: Tensor,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probelens._modes import exact
 from probelens.probing.protocol import refit_accuracy
 from probelens.probing.splits import FRACTIONS, Split, split_by_group
 
@@ -35,6 +36,7 @@ class PositionProbes:
     alpha: float
 
 
+@exact
 def position_probes(x: Tensor, labels: Tensor, mask: Tensor, split: Split) -> PositionProbes:
     """One ridge classifier per position, the penalty shared and chosen on validation.
 
@@ -126,6 +128,7 @@ def _ridge(x: Tensor, y: Tensor, others: list[Tensor], k: int) -> list[Tensor]:
     return [((other.double() - mean) / scale) @ weights + prior for other in others]
 
 
+@exact
 def refit_check(
     clean: Tensor,
     ablated: Tensor,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from probelens._modes import exact
 from probelens.errors import InputError, ShapeError, UnknownHookError, nearest
 from probelens.probing.controls import contexts
 from probelens.probing.factor import Factorised
@@ -98,6 +99,7 @@ class ValueProbeResult(Result):
         return plots.layer_profile(table, y="r2", y_label="R²", percent=False, facet=facet, title=title)
 
 
+@exact
 def probe_values(
     acts: Any,
     values: Tensor | Mapping[str, Tensor],

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probelens._modes import exact
 from probelens.errors import InputError, ShapeError
 from probelens.probing.factor import Factorised
 
@@ -30,11 +31,13 @@ class RidgeFit:
     coef: Tensor
     intercept: Tensor
 
+    @exact
     def predict(self, X: Tensor) -> Tensor:
         """Predicted targets. (n, k)"""
         return X @ self.coef.T.to(X) + self.intercept.to(X)
 
 
+@exact
 def ridge_path(
     X: Tensor | Factorised | Any,
     Y: Tensor | Any,

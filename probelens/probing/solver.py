@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probelens._modes import exact
 from probelens.errors import InputError, ShapeError
 from probelens.probing._walker import LogisticFit, Request, Walker
 from probelens.probing.factor import Factorised
@@ -34,6 +35,7 @@ DEFAULT_CS = tuple(10.0**k for k in range(-4, 4))
 Walk = Generator[Request, Tensor, list[LogisticFit]]
 
 
+@exact
 def fit_path(
     X: Tensor | Factorised | Any,
     ys: Tensor | Sequence[Tensor],
