@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import probelens as pl
 
@@ -60,6 +61,13 @@ def test_the_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_questions_page_runs() -> None:
     run_page("docs/faq.md")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_page_of_compiled_adapted_and_spread_models_runs() -> None:
+    with torch.random.fork_rng():
+        names = run_page("docs/compiled-adapted-spread.md")
+    assert names["logits"].shape == (1, 3, 50)  # type: ignore[attr-defined]
 
 
 def test_a_page_that_does_not_run_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
