@@ -9,4 +9,6 @@ RECIPES: dict[str, str] = {
     "quickstart": "probelens.examples.quickstart",
     "paper-formal": "probelens.examples.refit_the_probe.formal",
     "paper-pretrain": "probelens.examples.refit_the_probe.pretrain",
+    "paper-pretrained": "probelens.examples.refit_the_probe.pretrained",
+    "paper-code-depth": "probelens.examples.refit_the_probe.code_depth",
 }

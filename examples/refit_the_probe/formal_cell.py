@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import probelens as pl
+from probelens._ablating import CONTROLS, Control
 from probelens.collect import collect
 from probelens.erasure_sweep import ErasureResult
 from probelens.examples.refit_the_probe.setup import LABELS, PAIRS, PROBED, build, make_task, training
@@ -71,6 +72,8 @@ def about(config: Mapping[str, Any]) -> dict[str, Any]:
 class Cell:
     """A trained model with the data it is measured on; each piece is made when a part first needs it."""
 
+    kinds: tuple[Control, ...] = CONTROLS
+
     def __init__(self, config: Mapping[str, Any], folder: Path, model: pl.HookedModel, task: Any) -> None:
         self.config, self.folder, self.model, self.task = config, folder, model, task
         self.labels, self.seed, self.length = LABELS[config["task"]], config["seed"], config["length"]
@@ -130,7 +133,7 @@ class Cell:
         def compute() -> pl.AblationResult:
             return pl.ablate(
                 self.model, self.data["held"], self.spaces(label, what), label=label, target=self.task.target,
-                controls=self.config["controls"], batch_size=BATCH, seed=self.seed,
+                controls=self.config["controls"], kinds=self.kinds, batch_size=BATCH, seed=self.seed,
             )  # fmt: skip
 
         return self.part(f"{what}_{label}", pl.AblationResult, compute)
@@ -146,7 +149,7 @@ class Cell:
             fit = self.data["leace"]
             return pl.erase(
                 self.model, fit if method == "leace" else fit[: self.config["n_inlp"]], self.data["held"], label=label, target=self.task.target,
-                method=method, controls=self.config["controls"], batch_size=BATCH, seed=self.seed,  # type: ignore[arg-type]
+                method=method, controls=self.config["controls"], kinds=self.kinds, batch_size=BATCH, seed=self.seed,  # type: ignore[arg-type]
             )  # fmt: skip
 
         return self.part(f"{method}_{label}", ErasureResult, compute)
@@ -223,7 +226,7 @@ def measure(cell: Cell, status: Status) -> list[dict[str, Any]]:
             for method in ("leace", "inlp"):
                 parts.append((f"{method}, {label}", functools.partial(_targets, cell.erased, label, method)))
             parts.append((f"dose, {label}", functools.partial(_dose, cell, label)))
-            for what in ("direction", "leace"):
+            for what in ("direction", "leace") if config["lengths"] else ():
                 parts.append((f"lengths, {what}, {label}", functools.partial(_lengths, cell, label, what)))
     if "patching" in config["parts"]:
         parts += [(f"sites, {name}", functools.partial(_sites, cell, name)) for name in PAIRS[config["task"]]]

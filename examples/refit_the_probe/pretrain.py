@@ -121,10 +121,12 @@ def run_cell(config: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
     with quiet():
         module.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    rows = [{"kind": "training", **row} for row in result.to_dataframe().to_dict("records")]
-    rows.append({"kind": "held_out", **predicted(model, held, seen, config), "cpu_seconds": result.cpu_seconds,
-                 "n_params": result.n_params, "trained_tokens": result.steps * config["batch_size"] * config["length"],
-                 "corpus_tokens": len(seen)})  # fmt: skip
+    rows: list[dict[str, Any]] = [{**row, "kind": "training"} for row in result.history]
+    rows.append({
+        **predicted(model, held, seen, config), "kind": "held_out", "cpu_seconds": result.cpu_seconds,
+        "n_params": result.n_params, "corpus_tokens": len(seen),
+        "trained_tokens": result.steps * config["batch_size"] * config["length"],
+    })  # fmt: skip
     return [{"model": config["name"], "arch": config["arch"], **row} for row in rows]
 
 
@@ -225,7 +227,7 @@ def report(config: Config, record: RunRecord) -> Path:
     from probelens.plots import training_curve
     from probelens.report import Chart, Section, Table, write_report
 
-    rows = finished_rows(config.out, record)
+    rows = finished_rows(config.out)
     curve = rows[rows["kind"] == "training"].dropna(axis=1, how="all")
     chart = Chart(
         training_curve(curve, y=("loss", "accuracy"), color="model"),

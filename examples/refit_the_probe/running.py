@@ -12,13 +12,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import probelens as pl
-from probelens.experiments import GridReport, RunRecord, Store
+from probelens.experiments import GridReport, Store
 from probelens.results import atomic_path
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["device_of", "finished_rows", "identity", "mixed", "quiet", "report_failures", "untrained"]
+__all__ = [
+    "device_of",
+    "finished_rows",
+    "identity",
+    "is_mamba",
+    "mixed",
+    "quiet",
+    "report_failures",
+    "untrained",
+]
 
 
 def device_of(config: Mapping[str, Any]) -> str:
@@ -95,17 +104,16 @@ def identity(name: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def finished_rows(out: str, record: RunRecord) -> pd.DataFrame:
-    """The rows of a run's finished cells, also written to ``rows.parquet``.
+def finished_rows(out: str) -> pd.DataFrame:
+    """The rows of a run folder's finished cells, also written to ``rows.parquet``.
 
     Raises:
         probelens.StoreError: No cell is finished.
     """
     store = Store(out)
-    finished = [key for key in record.cells if store.done(key)]
-    if not finished:
+    if not store.keys():
         raise pl.StoreError(f"no model in {out!r} is finished, so there is nothing to report. Run it first.")
-    rows = store.all_rows(finished)
+    rows = store.all_rows()
     with atomic_path(store.folder / "rows.parquet") as part:
         rows.to_parquet(part, index=False)
     return rows
@@ -121,3 +129,13 @@ def report_failures(done: GridReport, store: Store) -> None:
     ]
     first = f"{len(told)} of {len(done.keys)} models failed; the others are kept and reported:"
     raise pl.ProbelensError("\n  ".join([first, *told]))
+
+
+def each(table: pd.DataFrame) -> Iterator[Any]:
+    """The rows of a table, a column an attribute."""
+    return table.itertuples()
+
+
+def best(table: pd.DataFrame, column: str) -> Any:
+    """The row with the largest value, the first of equals."""
+    return table.iloc[int(table[column].to_numpy().argmax())]

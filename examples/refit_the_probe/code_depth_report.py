@@ -1,0 +1,113 @@
+"""What the rows of Code-Depth say: the paper's claim beside ours, the profiles, one report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from probelens import plots
+from probelens.examples.refit_the_probe.running import best, each
+from probelens.report import Chart, Claim, Section, Table, write_report
+from probelens.results import atomic_path
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+__all__ = ["claims", "profiles", "write"]
+
+SAYS = {"depth": "bracket depth", "indent": "indent"}
+LEAD = (
+    "How deep in brackets, and in indented blocks, each token of real Python code is, read by linear probes from frozen "
+    "language models, each with its own tokenizer. Balanced accuracy: every class counts alike."
+)
+
+
+def claims(rows: pd.DataFrame) -> list[Claim]:
+    """The paper's claim about code beside what the rows say, for each model and label.
+
+    Dyck's side is: a Transformer reads depth at once, a state space model layer by layer. A verdict that the intervals
+    leave open says nothing.
+    """
+    made = []
+    found = (
+        rows[rows["kind"] == "indices"].sort_values("seed", kind="stable").drop_duplicates(["model", "label"])
+    )
+    probes = rows[rows["kind"] == "probe"]
+    for row in each(found):
+        expected = "immediate" if row.arch == "transformer" else "gradual"
+        known = row.verdict in ("immediate", "gradual", "late")
+        part = probes[(probes["model"] == row.model) & (probes["label"] == row.label)]
+        top = best(part, "balanced_accuracy")
+        interval = f"early share {row.early_share_lo:.2f} to {row.early_share_hi:.2f}, COM {row.com_lo:.2f} to {row.com_hi:.2f}" if known or row.verdict == "undetermined" else ""  # fmt: skip
+        made.append(Claim(
+            f"11. {SAYS[row.label].capitalize()} in {row.model}", f"as on Dyck: {expected}",
+            f"{row.verdict}; best L{int(top['layer'])} {top['balanced_accuracy']:.1%}, embedding "
+            f"{best(part[part['layer'] == -1], 'balanced_accuracy')['balanced_accuracy']:.1%}, untrained at best {part['untrained_balanced'].max():.1%}, guess {row.baseline:.1%}",
+            interval, row.verdict == expected if known else None,
+        ))  # fmt: skip
+    return made
+
+
+def profiles(rows: pd.DataFrame) -> go.Figure:
+    """Balanced accuracy by layer as a share of the model's depth, one line a model."""
+    found = (
+        rows[rows["kind"] == "probe"]
+        .sort_values("seed", kind="stable")
+        .drop_duplicates(["model", "label", "layer"])
+    )
+    table = found.assign(
+        accuracy=found["balanced_accuracy"], lo=found["balanced_lo"], hi=found["balanced_hi"],
+        panel=found["model"] + ", " + found["label"].map(SAYS),
+    ).astype({"layer": int})  # fmt: skip
+    return plots.layer_profile(
+        table, facet="panel", y_label="balanced accuracy",
+        baselines={"untrained_balanced": "untrained", "last_w_balanced": "last 4 tokens", "position_balanced": "position"},
+    )  # fmt: skip
+
+
+def write(rows: pd.DataFrame, folder: Path, config: Mapping[str, Any], versions: Mapping[str, str]) -> Path:
+    """Write ``claims.parquet`` and ``report.html``.
+
+    Args:
+        rows: Rows of the finished cells.
+        folder: Where to.
+        config: Settings of the run.
+        versions: Versions of what the numbers depend on.
+
+    Returns:
+        The report's file.
+    """
+    found = claims(rows)
+    with atomic_path(folder / "claims.parquet") as part:
+        pd.DataFrame([{k: str(v) for k, v in vars(claim).items()} for claim in found]).to_parquet(
+            part, index=False
+        )
+    kept = ["model", "label", "verdict", "why", "baseline"]
+    chart = Chart(
+        profiles(rows),
+        "Balanced accuracy by layer with intervals over modules; dashed: the same architecture untrained, and what the last "
+        "four tokens or the position alone give.",
+        name="profiles",
+    )
+    verdicts = rows[rows["kind"] == "indices"][kept]
+    first = rows[rows["kind"] == "probe"].drop_duplicates(["model", "seed"])
+    return write_report(
+        folder / "report.html",
+        title="Refit the probe: depth of code",
+        lead=LEAD,
+        sections=[
+            Section("Readable", "", [chart], [Table("Verdict of each profile", verdicts, name="verdicts", open=True)],
+                    explain=("layers", "probe", "baselines", "untrained", "profile")),
+        ],
+        paper=found,
+        measured={
+            "Models": ", ".join(f"{r.model} ({r.n_params / 1e6:.1f}M)" for r in each(first.drop_duplicates("model"))),
+            "Code": f"{first['functions'].iloc[0]} functions of {first['modules'].iloc[0]} modules; a module is on one side of the split",
+        },
+        config={k: v for k, v in config.items() if k not in ("out", "workers")},
+        versions=versions,
+        reproduce=["probelens run paper-code-depth --preset cpu --model FOLDER"],
+    )  # fmt: skip

@@ -1,0 +1,329 @@
+"""What the rows of the pretrained experiments say: the paper's claims beside ours, figures, one report.
+
+"Agrees" follows rules that were fixed before the runs: True where the whole interval of every cell says so, False where
+that of at least one says otherwise, None where no cell can say. Only cells that learned their task speak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from probelens import plots
+from probelens.examples.refit_the_probe.running import best, each
+from probelens.examples.refit_the_probe.setup import LABELS, TITLES
+from probelens.report import Chart, Claim, Section, Table, write_report
+from probelens.results import atomic_path
+
+__all__ = ["claims", "figures", "layers", "write"]
+
+WHAT = {"direction": "best direction", "rows": "all probe rows", "leace": "LEACE", "inlp": "INLP"}
+LEARNED = 0.9
+INERT = 0.002  # the paper's "no more than 0.2 %"
+MARGIN = 0.02  # a refitted probe within this of the one before has recovered
+LEAD = (
+    "Pretrained language models, fine-tuned on tasks whose answer is a running state: where the state is readable before "
+    "and after, what it costs to take one direction or all of it out, whether a probe fitted again still finds it, and "
+    "what patching the final layer can show."
+)
+
+
+def named(rows: pd.DataFrame, kind: str) -> pd.DataFrame:
+    """Rows of one kind, with a column ``cell`` for task and label."""
+    found = rows[rows["kind"] == kind]
+    label = found["label"] if "label" in found else found["task"]
+    many = [
+        isinstance(name, str) and len(LABELS[task]) > 1
+        for name, task in zip(label, found["task"], strict=True)
+    ]
+    cell = [TITLES[t] + (f": {n}" if m else "") for t, n, m in zip(found["task"], label, many, strict=True)]
+    return found.assign(cell=cell)
+
+
+def answered(rows: pd.DataFrame) -> pd.DataFrame:
+    """Accuracy of every cell's own answers at the trained length."""
+    found = named(rows, "behaviour")
+    return found[found["span"] == "all"]
+
+
+def speaking(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of the cells that learned their task."""
+    at = answered(rows)
+    good = at[at["accuracy"] >= LEARNED][["model", "task", "train_seed"]].drop_duplicates()
+    return rows.merge(good, on=["model", "task", "train_seed"])
+
+
+def layers(rows: pd.DataFrame) -> pd.DataFrame:
+    """For each cell the most readable layer and the one where removing the best direction costs most.
+
+    Of equally readable layers the first counts. Damage is looked for at every site of the layer axis, embedding and last
+    block included.
+    """
+    probes = named(rows, "probe")
+    probes = probes[(probes["control"] == "task") & (probes["span"] == "all")]
+    cuts = named(rows, "ablation")
+    cuts = cuts[cuts["what"] == "direction"] if len(cuts) else cuts
+    made = []
+    for (model, seed, cell), cut in cuts.groupby(["model", "train_seed", "cell"], sort=False):
+        read = probes[(probes["model"] == model) & (probes["train_seed"] == seed) & (probes["cell"] == cell)]
+        top, worst = best(read, "accuracy"), best(cut, "drop")
+        there: Any = cut[cut["layer"] == top["layer"]].iloc[0]
+        made.append({
+            "model": model, "arch": cut["arch"].iloc[0], "cell": cell, "train_seed": seed,
+            "n_layers": cut["n_layers"].iloc[0], "readable_layer": int(top["layer"]), "accuracy": top["accuracy"],
+            "accuracy_lo": top["lo"], "accuracy_hi": top["hi"],
+            "as_readable": int((read["accuracy"] >= top["lo"]).sum()), "damaging_layer": int(worst["layer"]),
+            "drop": worst["drop"], "drop_lo": worst["lo"], "drop_hi": worst["hi"], "drop_at_readable": there["drop"],
+            "drop_at_readable_lo": there["lo"], "drop_at_readable_hi": there["hi"],
+        })  # fmt: skip
+    return pd.DataFrame(made)
+
+
+def claims(rows: pd.DataFrame) -> list[Claim]:
+    """Claims 8 to 10 of the paper's first version and A to C of its second, beside what the rows say.
+
+    Args:
+        rows: Rows of a run.
+
+    Returns:
+        A row for each, also where no cell can speak.
+    """
+    heard = speaking(rows)
+    at = layers(heard) if "ablation" in set(heard["kind"]) else pd.DataFrame()
+    return [*_dyck(at), *_inert(heard), *_patching(heard), *_refit(heard), *_inlp(heard), *_apart(at)]
+
+
+def _all(verdicts: Iterable[bool | None]) -> bool | None:
+    said = [bool(v) for v in verdicts if v is not None]
+    return all(said) if said else None
+
+
+def _range(low: float, high: float) -> str:
+    return f"{low:.1%} to {high:.1%}"
+
+
+def _who(row: Any) -> str:
+    return f"{row.model} {row.cell}"
+
+
+def _dyck(at: pd.DataFrame) -> list[Claim]:
+    one = "8. Pythia-160M on Dyck: the best direction of a middle layer costs most of the accuracy"
+    two = "8. The best probe layer is far weaker"
+    three = "8. Pythia-410M on Dyck: plateau of damage from L4 to L18 of 24"
+    if at.empty or (found := at[(at["arch"] == "transformer") & at["cell"].str.startswith("Dyck")]).empty:
+        return [Claim(one, "≈ 81 % at L6 and L7", "not run"), Claim(two, "L11, weaker and noisier", "not run"),
+                Claim(three, "L4 to L18", "not run")]  # fmt: skip
+    found_rows = list(each(found))
+    middle = [
+        False
+        if r.drop_hi < 0.5 or not 0 <= r.damaging_layer < r.n_layers - 1
+        else True
+        if r.drop_lo > 0.5
+        else None
+        for r in found_rows
+    ]
+    weaker = [
+        True
+        if 2 * r.drop_at_readable_hi < r.drop_lo
+        else False
+        if 2 * r.drop_at_readable_lo > r.drop_hi
+        else None
+        for r in found_rows
+    ]
+    return [
+        Claim(
+            one, "≈ 81 % at L6 and L7",
+            "; ".join(f"{_who(r)}: {r.drop:.1%} at L{r.damaging_layer} of {r.n_layers}" for r in found_rows),
+            "; ".join(_range(r.drop_lo, r.drop_hi) for r in found_rows), _all(middle),
+        ),
+        Claim(
+            two, "L11, weaker and noisier",
+            "; ".join(f"{_who(r)}: {r.drop_at_readable:.1%} at L{r.readable_layer}" for r in found_rows),
+            "; ".join(_range(r.drop_at_readable_lo, r.drop_at_readable_hi) for r in found_rows), _all(weaker),
+        ),
+        Claim(three, "L4 to L18", "not run" if not any(r.n_layers == 24 for r in found_rows) else "see the figure"),
+    ]  # fmt: skip
+
+
+def _inert(rows: pd.DataFrame) -> list[Claim]:
+    claim = "9. Mamba-130M: no single direction costs more than 0.2 % on Parity, Dyck, S3"
+    found = named(rows, "ablation")
+    if found.empty or (found := found[(found["arch"] == "mamba") & (found["what"] == "direction")]).empty:
+        return [Claim(claim, "at most 0.2 %", "not run")]
+    worst = found.sort_values("drop", ascending=False).drop_duplicates(["model", "cell", "train_seed"])
+    said = "; ".join(f"{_who(r)}: {r.drop:.1%} at L{int(r.layer)}" for r in each(worst))
+    verdicts = [True if r.hi <= INERT else False if r.lo > INERT else None for r in each(worst)]
+    span = "; ".join(_range(r.lo, r.hi) for r in each(worst))
+    last = found[found["layer"] == found["n_layers"] - 1]
+    readable = "; ".join(f"{_who(r)} {r.probe_accuracy:.1%}" for r in each(last))
+    return [
+        Claim(claim, "at most 0.2 %", said, span, _all(verdicts), f"Readable at the final layer: {readable}.")
+    ]
+
+
+def _patching(rows: pd.DataFrame) -> list[Claim]:
+    claim, paper = (
+        "10. Mamba-130M: a middle position patched at the final layer recovers the logit gap",
+        "≈ 97 to 98 %",
+    )
+    found = named(rows, "site")
+    if found.empty or "recovery" not in found:
+        return [Claim(claim, paper, "not run")]
+    found = found[
+        (found["arch"] == "mamba") & found["recovery"].notna() & found["task"].isin(["parity", "dyck"])
+    ]
+    if found.empty:
+        return [Claim(claim, paper, "no pair is answered correctly")]
+    said, near = [], []
+    for (model, task, pairs), part in found.groupby(["model", "task", "pairs"], sort=False):
+        said.append(
+            f"{model} {TITLES[str(task)]} ({pairs}): "
+            + ", ".join(f"{r.site} {r.recovery:.2f}" for r in each(part))
+        )
+        near += [r.site for r in each(part) if pd.isna(r.expected) and r.lo <= 0.98 and r.hi >= 0.97]
+    note = f"Sites whose interval meets 97 to 98 %: {', '.join(sorted(set(near))) or 'none'}. A, B, F and I are forced."
+    return [Claim(claim, paper, "; ".join(said), "", True if near else None, note)]
+
+
+def _inner(rows: pd.DataFrame, what: str) -> pd.DataFrame:
+    """Ablations at blocks before the last where there was something to read."""
+    found = named(rows, "ablation")
+    if found.empty:
+        return found
+    found = found[(found["what"] == what) & (found["layer"] >= 0) & (found["layer"] < found["n_layers"] - 1)]
+    return found[found["probe_accuracy"] > found["baseline"] + 0.1]
+
+
+def _refit(rows: pd.DataFrame) -> list[Claim]:
+    made = []
+    for what, name in (("direction", "the best direction"), ("rows", "all rows of the probe")):
+        claim, found = f"A. A probe refitted after removing {name} recovers", _inner(rows, what)
+        if found.empty:
+            made.append(Claim(claim, "in every cell", "not run"))
+            continue
+        found = found.assign(lost=found["probe_accuracy"] - found["refit_accuracy"])
+        back = found["lost"] <= MARGIN
+        least = best(found, "lost")
+        made.append(Claim(
+            claim, "in every cell", f"at {back.sum()} of {len(found)} readable inner layers", "", bool(back.all()),
+            f"Least: {least['model']} {least['cell']} L{int(least['layer'])}, {least['probe_accuracy']:.1%} to {least['refit_accuracy']:.1%}.",
+        ))  # fmt: skip
+    return made
+
+
+def _inlp(rows: pd.DataFrame) -> list[Claim]:
+    claim = "B. INLP against random subspaces of its rank: what looked inert carries most of the task"
+    paper, found, one = "reverses the conclusion", _inner(rows, "inlp"), _inner(rows, "direction")
+    if found.empty or one.empty:
+        return [Claim(claim, paper, "not run")]
+    keys = ["model", "cell", "train_seed", "layer"]
+    both = found.merge(one[[*keys, "drop"]].rename(columns={"drop": "one"}), on=keys)
+    both["beyond"] = both["damage"] - both["damage_random"]
+    inert = both[both["one"] < 0.1]
+    carries = inert["beyond"] > 0.5
+    said = f"of {len(inert)} readable inner layers that lose less than 10 % by one direction, {carries.sum()} lose half of the task or more beyond random subspaces of INLP's rank"  # fmt: skip
+    note = f"INLP takes {inert['rank'].median():.0f} directions in the median." if len(inert) else ""
+    return [Claim(claim, paper, said, "", bool(carries.mean() > 0.5) if len(inert) else None, note)]
+
+
+def _apart(at: pd.DataFrame) -> list[Claim]:
+    claim, paper = (
+        "C. The most readable layer is not the most damaging one, in any pretrained model",
+        "in none",
+    )
+    if at.empty:
+        return [Claim(claim, paper, "not run")]
+    found_rows = list(each(at))
+    said = "; ".join(
+        f"{_who(r)}: readable L{r.readable_layer} ({r.accuracy:.1%}), damaging L{r.damaging_layer} ({r.drop:.1%})"
+        for r in found_rows
+    )
+    note = "; ".join(
+        f"{_who(r)}: {r.as_readable} sites are within the best one's interval" for r in found_rows
+    )
+    return [
+        Claim(claim, paper, said, "", _all(r.readable_layer != r.damaging_layer for r in found_rows), note)
+    ]
+
+
+def figures(rows: pd.DataFrame) -> list[Chart]:
+    """Profiles before and after fine-tuning, and what each ablation costs and leaves, by layer."""
+    made = []
+    after, before = named(rows, "probe"), named(rows, "probe_before")
+    after = after[(after["control"] == "task") & (after["span"] == "all")]
+    before = before[before["control"] == "task"]
+    table = pd.concat([after.assign(state="fine-tuned"), before.assign(state="pretrained")])
+    table = table.assign(panel=table["model"] + ", " + table["cell"]).astype({"layer": int})
+    keys = ["panel", "state", "layer"]
+    table = table.sort_values("train_seed", kind="stable").drop_duplicates(keys)
+    made.append(Chart(
+        plots.layer_profile(table, color="state", facet="panel", baselines={"untrained": "untrained", "majority": "majority class"}),
+        "Probe accuracy by layer before and after fine-tuning; dashed: the same architecture at its random initialisation.",
+        name="profiles",
+    ))  # fmt: skip
+    cuts = named(rows, "ablation")
+    if cuts.empty:
+        return made
+    cuts = cuts.assign(panel=cuts["model"] + ", " + cuts["cell"], what=cuts["what"].map(WHAT)).astype(
+        {"layer": int}
+    )
+    cuts = cuts.sort_values("train_seed", kind="stable").drop_duplicates(["panel", "what", "layer"])
+    for y, said, label in (
+        ("drop", "What taking the variable out at one layer costs.", "drop in accuracy, points"),
+        ("refit_accuracy", "What a probe refitted on the ablated activations reads.", "refitted probe"),
+    ):
+        shown = cuts if y == "drop" else cuts.drop(columns=["lo", "hi"])
+        baselines = {} if y == "drop" else {"probe_accuracy": "before", "baseline": "baseline"}
+        made.append(Chart(
+            plots.layer_profile(shown, y=y, color="what", facet="panel", y_label=label, baselines=baselines), said, name=y,
+        ))  # fmt: skip
+    return made
+
+
+def write(rows: pd.DataFrame, folder: Path, config: Mapping[str, Any], versions: Mapping[str, str]) -> Path:
+    """Write ``claims.parquet`` and ``report.html``.
+
+    Args:
+        rows: Rows of the finished cells.
+        folder: Where to.
+        config: Settings of the run.
+        versions: Versions of what the numbers depend on.
+
+    Returns:
+        The report's file.
+    """
+    found = claims(rows)
+    with atomic_path(folder / "claims.parquet") as part:
+        pd.DataFrame([{k: str(v) for k, v in vars(claim).items()} for claim in found]).to_parquet(
+            part, index=False
+        )
+    own = answered(rows)[["model", "task", "train_seed", "length", "accuracy", "balanced_accuracy"]]
+    tables = [Table("Accuracy of the fine-tuned models' answers", own, name="behaviour", open=True)]
+    heard = speaking(rows)
+    if "ablation" in set(heard["kind"]):
+        tables.append(Table("Most readable and most damaging layer", layers(heard), name="layers", open=True))
+    sites = named(rows, "site")
+    if len(sites):
+        kept = ["model", "cell", "pairs", "site", "read", "expected", "recovery", "lo", "hi", "n", "holds", "why", "problem", "description"]  # fmt: skip
+        tables.append(Table("Recovery at each site", sites[[c for c in kept if c in sites]], name="sites"))
+    seeds = rows["train_seed"].nunique()
+    return write_report(
+        folder / "report.html",
+        title="Refit the probe: pretrained models",
+        lead=LEAD,
+        sections=[
+            Section("Readable, needed, refitted", "", figures(rows), explain=("layers", "probe", "untrained", "ablation", "refit", "random")),
+            Section("Numbers", "Sites: the readings of a middle position patched at the final layer.", tables=tables),
+        ],
+        paper=found,
+        measured={
+            "Cells": f"{', '.join(dict.fromkeys(rows['model']))} on {', '.join(TITLES[t] for t in dict.fromkeys(rows['task']))}",
+            "Seeds": f"{seeds}; with one, intervals are over sequences and say nothing about another fine-tuning",
+        },
+        config={k: v for k, v in config.items() if k not in ("out", "workers")},
+        versions=versions,
+        reproduce=["probelens run paper-pretrained --preset cpu --model FOLDER"],
+    )  # fmt: skip
