@@ -48,9 +48,10 @@ class _Parser(argparse.ArgumentParser):
             message = unknown(what, wrong[1], options)
         self.exit(2, f"probelens: {message}. Help: {self.prog} --help\n")
 
-    def unrecognized(self, words: Sequence[str]) -> NoReturn:
+    def unrecognized(self, words: Sequence[str], settings: Sequence[str] = ()) -> NoReturn:
         """Refuse options and arguments that the command doesn't have."""
         options = [o for action in self._actions for o in action.option_strings]
+        options += [f"--{name.replace('_', '-')}" for name in settings]
         near = nearest(words[0].partition("=")[0], options)
         hint = f" Nearest: {', '.join(near)}" if near else ""
         self.error(f"{self.prog} doesn't take {' '.join(words)}.{hint}")
@@ -70,8 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser, commands = _parser()
         args, rest = parser.parse_known_args(argv)
         debug = args.debug
+        settings: list[str] = []
+        if rest and args.command == "run":
+            settings = [field.name for field in dataclasses.fields(_recipe(args.recipe).Config)]
+            rest = _flags(args, rest, settings)
         if rest:
-            commands.get(args.command, parser).unrecognized(rest)
+            commands.get(args.command, parser).unrecognized(rest, settings)
         if args.command is None:
             parser.print_help()
             return 2
@@ -132,6 +137,7 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
         "  probelens run quickstart\n"
         "  probelens run quickstart --preset smoke --out /tmp/try       everything once, in seconds\n"
         "  probelens run quickstart --set archs=gru,mamba --set seed=1\n"
+        "  probelens run quickstart --archs gru,mamba --seed 1              the same: a setting is a flag, too\n"
         "  probelens run quickstart --executor dask --scheduler tcp://10.0.0.1:8786\n"
         "  probelens run quickstart --executor submitit --executor-set partition=gpu --executor-set time=60\n"
         "  probelens list                                               all settings and their defaults",
@@ -226,6 +232,19 @@ def _output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quiet", action="store_true", help="no progress bars; none are shown off a terminal anyway"
     )
+
+
+def _flags(args: argparse.Namespace, words: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Move ``--model X`` and ``--model=X`` into the settings where the recipe has such a setting; what is left over."""
+    left, words = list[str](), list(words)
+    while words:
+        flag, sep, value = words.pop(0).partition("=")
+        key = flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--") or key not in known or not (sep or words):
+            left.append(flag + sep + value)
+            continue
+        args.settings.append(f"{key}={value if sep else words.pop(0)}")
+    return left
 
 
 def _recipe(name: str) -> Any:

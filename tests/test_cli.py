@@ -147,6 +147,9 @@ def test_list_in_words_and_as_json(run: Any) -> None:
         (["run", "quickstart", "--set", "seed"], ["key=value", "'seed'"]),
         (["run", "quickstart", "--set", "=1"], ["key=value"]),
         (["run", "quickstart", "--set", "seed=x"], ["seed='x'", "integer"]),
+        (["run", "quickstart", "--seed", "x"], ["seed='x'", "integer"]),
+        (["run", "quickstart", "--sed", "1"], ["--sed", "Nearest: --seed"]),
+        (["run", "quickstart", "--seed"], ["--seed"]),
         (["run", "quickstart", "--set", "archs=lstn"], ["lstn", "lstm"]),
         (["run", "quickstart", "--set", "out="], ["empty"]),
         (["list", "--jsn"], ["--jsn", "--json"]),
@@ -196,7 +199,9 @@ def test_a_run_prints_its_report_and_takes_presets_settings_and_out(
     second = run(
         "run", "fake", "--preset", "tiny", "--set", "seed=3", "--set", f"out={tmp_path / 'c'}", "--json"
     )
-    assert [s[::2] for s in seen] == [(0, True), (7, False), (3, True)]
+    assert run("run", "fake", "--seed", 5, f"--out={tmp_path / 'd'}", "--preset=tiny").status == 0
+    assert run("run", "fake", "--seed=-6", "--out", tmp_path / "e").status == 0
+    assert [s[::2] for s in seen] == [(0, True), (7, False), (3, True), (5, True), (-6, True)]
     assert json.loads(second.out) == {
         "folder": str(tmp_path / "c"),
         "report": str(tmp_path / "c" / "report.html"),
