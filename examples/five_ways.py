@@ -92,7 +92,8 @@ def judge(row: dict[str, Any]) -> str:
     """The conclusion from an ablation with its refit and controls.
 
     Used: nothing can read the variable any more, and it costs more than random subspaces do. Not
-    used: nothing can read it, and it costs no more. Anything else decides nothing.
+    used: nothing can read it, and it costs no more. Anything else decides nothing: it can still be
+    read, or never could.
     """
     beyond = row["effect_lo"] > 0 and row["effect_p"] <= 0.05
     if row["verdict"] == "erased":

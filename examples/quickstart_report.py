@@ -136,7 +136,10 @@ def _ablated(result: pl.AblationResult) -> str:
     inside = [r for r in targets if r["verdict"] != "tautological"]
     text += f"; at {len(recovered)} of {len(inside)} layers a refitted probe still reads it"
     if recovered:
-        return text + ", so a drop there does not show that the model needs this subspace."
+        text += ", so a drop there does not show that the model needs this subspace"
+    absent = sum(r["verdict"] == "absent" for r in targets)
+    if absent:
+        text += f"; at {absent} no probe reads it in the first place"
     return text + "."
 
 
@@ -222,7 +225,8 @@ def _needed(cell: Cell, config: Any) -> Section:
     note = (
         "Read the two panels together. Where the refitted probe stays high, the variable is still there after the "
         "ablation, and the drop says nothing about necessity, large or small. Where random subspaces cost as much, the "
-        "drop does not belong to this variable. `tautological` marks layers that the answer is read from directly."
+        "drop does not belong to this variable. `tautological` marks layers that the answer is read from directly, "
+        "`absent` those where nothing could be read before the ablation either."
     )
     tables = [Table(f"{cell.name}: ablations by layer", rows)]
     return Section(

@@ -99,7 +99,8 @@ def _needed(found: Profile, label: str) -> Section:
         [Chart(result.plot(), f"What removing the probe's subspace for {label} costs at each layer.", name=f"needed-{label}")],
         [Table(f"{label}: ablations by layer", rows)],
         "Where the refitted probe stays high, the variable is still there after the ablation, and the drop says nothing "
-        "about necessity. Where random subspaces cost as much, the drop does not belong to this variable.",
+        "about necessity. Where random subspaces cost as much, the drop does not belong to this variable. `absent` marks "
+        "layers where nothing could be read before the ablation either.",
         explain=("ablation", "refit", "random", "tautological"),
     )  # fmt: skip
 

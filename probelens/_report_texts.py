@@ -62,7 +62,9 @@ TERMS: dict[str, tuple[str, str]] = {
         "After ablation a new probe is trained on the ablated activations. If it still reads the label "
         "clearly above the baseline (by more than 2 percentage points), the variable was not removed: "
         "it is also written in other directions. The ablation is then inconclusive about whether the "
-        "model needs the variable, whether the drop was large or small.",
+        "model needs the variable, whether the drop was large or small. Where no probe reads it any more "
+        "the variable was erased; where none could read it before the ablation either, it is absent from "
+        "that layer, and whatever the ablation costs there is not about it.",
     ),
     "random": (
         "Random control",

@@ -45,7 +45,8 @@ class AblationResult(Result):
             draws), control_overlap (share of the subspace that the matched controls share),
             control_problem (why there are none, or None), verdict, and of the refit: probe_accuracy, refit_accuracy, refit_mlp_accuracy,
             refit_position_accuracy (a probe at each position), majority, position_baseline,
-            baseline (the larger of the two).
+            baseline (the larger of the two), readable_before, readable_after (whether any probe reads
+            the label), probe_position_accuracy, probe_mlp_accuracy (before; None where not needed).
         values: The metric of each example under each row's condition. (row, example)
         clean: The metric of each example without ablation. (example,)
         by_position: Mean metric at each position. (row, pos)
@@ -141,7 +142,9 @@ def ablate(
         - "floor": the clean metric is within 0.2 of chance, so nothing can drop.
         - "tautological": the site feeds a linear readout, so that erasing what is read must hurt.
         - "inconclusive": a refitted probe is above baseline + 0.02; the model may still use the variable.
-        - "erased": no probe recovers; the effect says whether the model needed it.
+        - "absent": no probe reads the variable there, ablated or not: the cost is not about it.
+        - "erased": a probe read it, and none does any more; the effect says whether the model needed it.
+        - "not refitted": without ``refit`` nothing is known of what is left.
 
     Units:
         Fractions for "accuracy"; otherwise drop and effect are in the metric's unit, a loss drops
@@ -175,7 +178,7 @@ def ablate(
     rows = [{**d.about, "alpha": float(alpha)} for d in drawn]
     values, clean = score(rows, runs, runs.scored, chance, seed)
     refits = _refits(rows, spaces, acts, batch, label, alpha, mlp, seed) if refit else None
-    _verdicts(rows, model, clean.mean().item(), chance, refit)
+    _verdicts(rows, model, clean.mean().item(), chance)
     count = runs.scored.double().sum(0).clamp_min(1)
     return AblationResult(
         rows,
@@ -230,30 +233,49 @@ def _refits(
         x, space = acts[row["site"]], spaces[row["site"]]
         ablated = remove(space, alpha)(x) if space.rank else x
         found, by_position = refit_check(
-            x, ablated, batch.labels[label], batch.mask, batch.groups, mlp=mlp, seed=seed
+            x, ablated, batch.labels[label], batch.mask, batch.groups, mlp=mlp, margin=MARGIN, seed=seed
         )
         row.update(found)
         refits.append(by_position)
     return torch.stack(refits)
 
 
-def _verdicts(
-    rows: list[dict[str, Any]], model: HookedModel, clean: float, chance: float | None, refit: bool
-) -> None:
+def _verdicts(rows: list[dict[str, Any]], model: HookedModel, clean: float, chance: float | None) -> None:
     for row in rows:
-        if row["condition"] != "target":
-            continue
-        if chance is not None and clean < chance + FLOOR:
-            row["verdict"] = "floor"
-        elif feeds_readout(model, row["site"]):
-            row["verdict"] = "tautological"
-        elif not refit:
-            row["verdict"] = "not refitted"
-        else:
-            best = max(
-                row["refit_accuracy"], row["refit_mlp_accuracy"] or 0.0, row["refit_position_accuracy"]
+        if row["condition"] == "target":
+            row["verdict"] = verdict(
+                floor=chance is not None and clean < chance + FLOOR,
+                readout=feeds_readout(model, row["site"]),
+                before=row.get("readable_before"),
+                after=row.get("readable_after"),
             )
-            row["verdict"] = "inconclusive" if best > row["baseline"] + MARGIN else "erased"
+
+
+def verdict(*, floor: bool, readout: bool, before: bool | None, after: bool | None) -> str:
+    """What an ablation at one site can say.
+
+    Args:
+        floor: The model answers hardly better than chance without any ablation.
+        readout: The site feeds a linear readout.
+        before: Whether any probe reads the variable without ablation; None if none was fitted.
+        after: Whether any probe reads it on the ablated activations; None if none was fitted.
+
+    Returns:
+        The word; ``ablate`` says what each means.
+
+    Examples:
+        >>> verdict(floor=False, readout=False, before=True, after=False)
+        'erased'
+    """
+    if floor:
+        return "floor"
+    if readout:
+        return "tautological"
+    if after is None:
+        return "not refitted"
+    if after:
+        return "inconclusive"
+    return "erased" if before else "absent"
 
 
 def feeds_readout(model: HookedModel, site: str) -> bool:

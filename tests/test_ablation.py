@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import probelens as pl
 from probelens import subspaces
-from probelens.ablation import feeds_readout
+from probelens.ablation import feeds_readout, verdict
 from probelens.collect import collect
 from probelens.examples import planted
 from probelens.examples.planted import SITE, World
@@ -223,6 +223,60 @@ def test_erased_when_no_probe_recovers_and_inconclusive_when_one_does(
     assert left["refit_accuracy"] > 0.99  # type: ignore[operator]
 
 
+@pytest.mark.parametrize(
+    ("floor", "readout", "before", "after", "word"),
+    [
+        (True, True, True, True, "floor"),
+        (False, True, True, False, "tautological"),
+        (False, True, None, None, "tautological"),
+        (False, False, None, None, "not refitted"),
+        (False, False, True, True, "inconclusive"),
+        (False, False, True, False, "erased"),
+        (False, False, False, False, "absent"),
+    ],
+)
+def test_each_verdict_by_hand(
+    floor: bool, readout: bool, before: bool | None, after: bool | None, word: str
+) -> None:
+    assert verdict(floor=floor, readout=readout, before=before, after=after) == word
+    assert f'"{word}"' in (pl.ablate.__doc__ or "")
+
+
+def test_absent_where_nothing_could_be_read_in_the_first_place(spare: World, spare_leace: pl.Eraser) -> None:
+    coin = torch.randint(2, spare.held.tokens.shape, generator=torch.Generator().manual_seed(5))
+    both = pl.Batch(spare.held.tokens, {**spare.held.labels, "coin": coin})
+    row = target(pl.ablate(spare.model, both, {SITE: spare_leace}, label="coin", target="y", controls=0))
+    assert row["verdict"] == "absent"
+    assert row["drop"] > 0.4, "the cost is not about the coin"  # type: ignore[operator]
+    before = ("probe_accuracy", "probe_mlp_accuracy", "probe_position_accuracy")
+    assert max(row[name] for name in before) <= row["baseline"] + 0.02  # type: ignore[type-var, operator]
+
+
+def test_erased_also_where_only_an_mlp_could_read_it() -> None:
+    made = planted.exclusive()
+    bits = [subspaces.class_means(made.acts(made.fit), made.fit.labels[bit]) for bit in "ab"]
+    both = pl.Subspace(torch.linalg.qr(torch.cat([bit.basis for bit in bits]).mT).Q.mT, bits[0].mean)
+    row = target(pl.ablate(made.model, made.held, {SITE: both}, label="y", controls=0))
+    assert row["probe_accuracy"] < row["baseline"] + 0.02  # type: ignore[operator]
+    assert row["probe_mlp_accuracy"] > 0.95  # type: ignore[operator]
+    assert row["verdict"] == "erased"
+    assert row["drop"] > 0.4  # type: ignore[operator]
+    blind = target(pl.ablate(made.model, made.held, {SITE: both}, label="y", controls=0, mlp=False))
+    assert blind["verdict"] == "absent", "without the MLP no probe could read it"
+    assert blind["probe_mlp_accuracy"] is None
+
+
+def test_erased_also_where_only_a_probe_at_each_position_could_read_it() -> None:
+    made = planted.flipping()
+    signed = torch.where(torch.arange(made.held.tokens.shape[1]) % 2 == 0, 1, 0)
+    flipped = made.fit.labels["y"] ^ signed[: made.fit.tokens.shape[1]]
+    line = subspaces.mean_difference(made.acts(made.fit), flipped)
+    row = target(pl.ablate(made.model, made.held, {SITE: line}, label="y", controls=0))
+    assert row["probe_accuracy"] < row["baseline"] + 0.02  # type: ignore[operator]
+    assert row["probe_position_accuracy"] > 0.95  # type: ignore[operator]
+    assert row["verdict"] == "erased"
+
+
 def test_half_a_dose_leaves_the_variable_readable(spare: World, spare_leace: pl.Eraser) -> None:
     half = target(pl.ablate(spare.model, spare.held, {SITE: spare_leace}, controls=0, alpha=0.5, mlp=False))
     assert half["verdict"] == "inconclusive"
@@ -279,7 +333,7 @@ def test_the_baseline_knows_what_the_position_gives_away() -> None:
     assert row["majority"] == pytest.approx(0.6)
     assert row["baseline"] == 1.0
     assert row["refit_position_accuracy"] == 1.0
-    assert row["verdict"] == "erased", "guessing from the position is not reading"
+    assert row["verdict"] == "absent", "guessing from the position is not reading"
 
 
 # -- what is given -------------------------------------------------------------------------------------------

@@ -141,6 +141,8 @@ def test_what_a_model_reads_is_what_its_second_block_is_built_to_read() -> None:
         ({"verdict": "inconclusive", "effect_lo": 0.5, "effect_p": 0.04, "drop": 0.6}, OPEN),
         ({"verdict": "inconclusive", "effect_lo": -0.1, "effect_p": 1.0, "drop": 0.0}, OPEN),
         ({"verdict": "inconclusive", "effect_lo": 0.01, "effect_p": 0.4, "drop": 0.6}, NOT_SHOWN),
+        ({"verdict": "absent", "effect_lo": 0.5, "effect_p": 0.04, "drop": 0.6}, OPEN),
+        ({"verdict": "absent", "effect_lo": -0.1, "effect_p": 1.0, "drop": 0.0}, OPEN),
     ],
 )
 def test_verdicts_follow_from_numbers(row: dict[str, object], says: str) -> None:

@@ -314,6 +314,10 @@ def test_refitted_probe_stands_beside_the_probe_before_and_the_baseline() -> Non
     hover = named(fig, "probe refitted after ablation").hovertext[0]
     assert "+20.0 pp against the baseline" in hover
     assert "verdict: inconclusive" in hover
+    nothing = {"verdict": "absent", "refit_accuracy": 0.4, "probe_accuracy": 0.4}
+    gone = [{**row, **nothing} for row in ablation_rows()]
+    shown = named(plots.ablation(gone), "probe refitted after ablation").hovertext[0]
+    assert "+0.0 pp against the baseline; verdict: absent" in shown
     assert fig.layout.xaxis.matches == "x2"
     without = plots.ablation(ablation_rows(refit=False))
     assert "yaxis2" not in without.layout

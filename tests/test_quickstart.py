@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 
 import probelens as pl
 from probelens.cli import main
@@ -216,3 +217,20 @@ def test_a_folder_of_a_run_with_other_settings_is_refused_and_kept(
     assert "seed=0 there, 1 now" in told
     assert "--set out=FOLDER" in told
     assert statuses(story.folder) == before
+
+
+def test_layers_where_nothing_could_be_read_are_told_from_those_where_a_probe_recovered() -> None:
+    from probelens.examples.quickstart_report import _ablated
+
+    def said(*verdicts: str) -> str:
+        rows = [
+            {"site": f"s{i}", "layer": i, "condition": "target", "drop": 0.1 * i, "verdict": verdict}
+            for i, verdict in enumerate(verdicts)
+        ]
+        nothing = torch.zeros(len(rows), 1)
+        return _ablated(pl.AblationResult(rows, nothing, nothing[0], nothing, nothing[0]))
+
+    text = said("absent", "erased", "inconclusive", "tautological")
+    assert "at 1 of 3 layers a refitted probe still reads it" in text
+    assert text.endswith("; at 1 no probe reads it in the first place.")
+    assert "first place" not in said("erased", "erased")

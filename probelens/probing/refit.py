@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from probelens._modes import exact
+from probelens.probing.mlp import mlp_accuracy
 from probelens.probing.protocol import refit_accuracy
 from probelens.probing.splits import FRACTIONS, Split, split_by_group
 
@@ -137,9 +138,13 @@ def refit_check(
     groups: Tensor,
     *,
     mlp: bool = True,
+    margin: float = 0.02,
     seed: int = 0,
 ) -> tuple[dict[str, Any], Tensor]:
     """Every probe that an ablation must face, trained and tested on ablated activations.
+
+    A variable that no probe reads after the ablation may never have been there. So where no linear probe
+    read it before either, the other probes are fitted on the untouched activations too.
 
     Args:
         clean: Activations before. (n, pos, d)
@@ -148,13 +153,16 @@ def refit_check(
         mask: Where labels count. (n, pos)
         groups: What a split keeps together. (n,)
         mlp: Also a small MLP.
+        margin: A probe reads the label when its accuracy is above the baseline by more than this.
         seed: Of the split.
 
     Returns:
         probe_accuracy (linear, before), refit_accuracy (linear, after), refit_mlp_accuracy,
         refit_position_accuracy (one probe per position), majority, position_baseline (best guess
-        from the position alone), baseline (the larger of the two), refit_n_test; and the refitted
-        pooled probe's accuracy at each position. (pos,)
+        from the position alone), baseline (the larger of the two), refit_n_test, readable_before and
+        readable_after (whether any probe reads the label), probe_position_accuracy and
+        probe_mlp_accuracy (before; None where others answered that already); and the refitted pooled
+        probe's accuracy at each position. (pos,)
     """
     row, by_position = refit_accuracy(clean, ablated, labels, mask, groups, mlp=mlp, seed=seed)
     split = split_by_group(groups, FRACTIONS, seed)
@@ -166,4 +174,17 @@ def refit_check(
         # Position is no memory of the variable: what it gives away alone is not counted as read.
         baseline=max(majority, position),
     )
+    bar = row["baseline"] + margin
+    after = [row["refit_accuracy"], row["refit_mlp_accuracy"], row["refit_position_accuracy"]]
+    row["readable_after"] = any(found is not None and found > bar for found in after)
+    # An ablation adds nothing to what can be read, so what is read after it was there before.
+    row["readable_before"] = row["readable_after"] or row["probe_accuracy"] > bar
+    row.update(probe_position_accuracy=None, probe_mlp_accuracy=None)
+    if not row["readable_before"]:
+        row["probe_position_accuracy"] = position_probes(clean, labels, mask, split).accuracy
+        row["readable_before"] = row["probe_position_accuracy"] > bar
+    if mlp and not row["readable_before"]:
+        parts = [(clean[i][mask[i]], labels[i][mask[i]]) for i in (split.train, split.val, split.test)]
+        row["probe_mlp_accuracy"] = mlp_accuracy(parts[0], parts[1], parts[2], seed=seed)
+        row["readable_before"] = row["probe_mlp_accuracy"] > bar
     return row, by_position
