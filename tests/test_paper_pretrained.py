@@ -16,7 +16,7 @@ import torch
 
 import probelens as pl
 from probelens.cli import main
-from probelens.examples.refit_the_probe import code_depth, pretrain, pretrained, pretrained_report
+from probelens.examples.refit_the_probe import code_depth, pretrain, pretrained, pretrained_report, publish
 from probelens.examples.refit_the_probe.corpus import END, NextToken, held_out, make_tokenizer
 from probelens.examples.refit_the_probe.running import identity, mixed
 from probelens.examples.refit_the_probe.setup import make_task
@@ -213,6 +213,27 @@ def test_a_pretrained_cell_gives_every_kind_of_row(run: SimpleNamespace, tmp_pat
     before = (tmp_path / "run" / "rows.parquet").read_bytes()
     assert main(["report", str(tmp_path / "run")]) == 0
     assert (tmp_path / "run" / "rows.parquet").read_bytes() == before
+    page = published(tmp_path, ("pretrained-claims", "pretrained-layers", "pretrained-sites"))
+    assert page.count("\n| 8. ") == 3
+    assert "| mamba, parity | 12, 99 % not reached |" in page
+
+
+def published(folder: Path, names: tuple[str, ...]) -> str:
+    """A page with the tables of a run, written from published rows as from the run's own."""
+    blank = "\n".join(f"<!-- {name} -->old<!-- end {name} -->" for name in names)
+    pages = []
+    for rows, more in (
+        (folder / "run/rows.parquet", ["--data", str(folder / "small.parquet")]),
+        (folder / "small.parquet", []),
+    ):
+        page = folder / "page.md"
+        page.write_text(blank)
+        publish.main([str(rows), "--page", str(page), *more])
+        pages.append(page.read_text())
+    assert (folder / "small.parquet").stat().st_size < (folder / "run/rows.parquet").stat().st_size
+    assert pages[0] == pages[1]
+    assert "old" not in pages[0]
+    return pages[0]
 
 
 def test_a_cell_below_its_least_accuracy_is_probed_only(run: SimpleNamespace, tmp_path: Path) -> None:
@@ -337,6 +358,7 @@ def test_code_depth_runs_on_frozen_models_with_their_own_tokenizers(
         assert probes[column].between(0, 1).all()
     assert rows.loc[rows["kind"] == "indices", "verdict"].notna().all()
     assert len(pd.read_parquet(tmp_path / "run" / "claims.parquet")) == 4
+    assert published(tmp_path, ("code-claims", "code-layers")).count("| mamba, ") == 2
     assert (tmp_path / "run" / "report.html").exists()
 
 
