@@ -173,14 +173,9 @@ def _order(rows: pd.DataFrame) -> list[Claim]:
         said.append(
             f"{TITLES[task]}: " + ", ".join(f"{NAMES[a]} {r['accuracy']:.0%}" for a, r in acc.items())
         )
+    both = _all(verdicts) if len(said) == 2 else None
     return [
-        Claim(
-            claim,
-            paper,
-            "; ".join(said) or "not run",
-            "mean of 60 to 120 tokens" if said else "",
-            _all(verdicts),
-        )
+        Claim(claim, paper, "; ".join(said) or "not run", "mean of 60 to 120 tokens" if said else "", both)
     ]
 
 
@@ -254,14 +249,14 @@ def _dyck(rows: pd.DataFrame) -> list[Claim]:
         part = found[
             (found["arch"] == "transformer") & (found["label"] == label) & found["layer"].isin([0, 1])
         ]
+        name = claim if label == "depth" else "4. Dyck, innermost bracket: the same"
         if part.empty:
-            made.append(_Missing(claim, paper).claim)
+            made.append(_Missing(name, paper).claim)
             continue
         part = over_seeds(part, ["layer"], "accuracy")
         said = ", ".join(
             f"L{r.layer:.0f} {r.accuracy:.1%} (untrained {r.untrained:.1%})" for r in _each(part)
         )
-        name = claim if label == "depth" else "4. Dyck, innermost bracket: the same"
         made.append(Claim(name, paper, said, _interval(part), _all(_above(r, 0.95) for _, r in part.iterrows()),
                           "What the untrained model shows as well was not learned."))  # fmt: skip
     claim, paper = "4. Dyck depth: recurrent and SSM build up layer by layer", "gradual"
@@ -496,11 +491,18 @@ def _chance(rows: pd.DataFrame) -> list[Claim]:
     for what, name in (("leace", "LEACE"), ("inlp", "INLP")):
         part = found[(found["what"] == what) & (found["layer"] >= 0)]
         if len(part):
+            inner = part["layer"] < LAST
             done = part["at_chance"].astype(bool)
-            left = (part["refit_accuracy"] - part["baseline"])[~done]
+            left = (part["refit_accuracy"] - part["baseline"])[~done & inner]
             said.append(
-                f"{name}: a fresh linear probe is at chance at {done.sum()} of {len(part)} layers"
+                f"{name}: a fresh linear probe is at chance at {(done & inner).sum()} of {inner.sum()} inner layers"
                 + (f", at the others at most {left.max():.2f} above" if len(left) else "")
+                + f", and at {(done & ~inner).sum()} of {(~inner).sum()} last ones"
+            )
+            late = part[done & inner & (part["probe_accuracy"] > part["baseline"] + 0.1)]
+            hidden = (late["refit_position_accuracy"] > late["baseline"] + 0.1).sum()
+            said[-1] += (
+                f" ({hidden} of the {len(late)} that were readable before still are by a probe at each position)"
             )
     if not said:
         raise _Missing(claim, paper)
