@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -108,13 +108,15 @@ def identity(means: Array) -> Array:
 def by_seed(values: Values, seeds: ArrayLike | Tensor | None) -> list[Array]:
     """Any accepted form of values as one (example, ...) array per seed, checked."""
     if seeds is not None:
-        rows, ids = as_array(values), np.asarray(seeds.cpu() if isinstance(seeds, Tensor) else seeds)
+        rows, ids = as_array(values), as_array(seeds) if isinstance(seeds, Tensor) else np.asarray(seeds)
         if ids.ndim != 1 or rows.ndim == 0 or len(ids) != len(rows):
             raise ShapeError(f"seeds must name the seed of each row: got {ids.shape} for values {rows.shape}")
         found = [rows[ids == s] for s in np.unique(ids)]
     elif isinstance(values, (Tensor, np.ndarray)):
         table = as_array(values)
-        found = [table] if table.ndim == 1 else list(table)
+        found = [table] if table.ndim < 2 else list(table)
+    elif not isinstance(values, Iterable) or isinstance(values, (str, bytes)):
+        raise InputError(f"values must be numbers per example, got a {type(values).__name__}")
     else:
         items = [as_array(v) for v in values]
         found = [np.stack(items)] if items and all(v.ndim == 0 for v in items) else items
@@ -133,4 +135,7 @@ def as_array(values: Any) -> Array:
     """A float64 array of a tensor or of anything array-like."""
     if isinstance(values, Tensor):
         values = values.detach().cpu().double().numpy()
-    return np.asarray(values, dtype=np.float64)
+    try:
+        return np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as err:
+        raise InputError(f"numbers are needed, got {type(values).__name__}: {err}") from err

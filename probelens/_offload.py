@@ -40,7 +40,9 @@ def with_weights(module: nn.Module, forward: Callable[..., Any]) -> Callable[...
         ``forward`` itself where nothing is offloaded.
     """
     own: Any = getattr(module, "_hf_hook", None)
-    below: list[Any] = [m for m in module.modules() if m is not module and getattr(m, "_hf_hook", None) is not None]
+    below: list[Any] = [
+        m for m in module.modules() if m is not module and getattr(m, "_hf_hook", None) is not None
+    ]
     if own is None and not below:
         return forward
 

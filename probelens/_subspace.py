@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from probelens.erasure import wide
+from probelens._numbers import tensor_of
+from probelens.erasure import square, wide
 from probelens.errors import InputError, ShapeError
 from probelens.results import Result
 
@@ -47,7 +48,7 @@ class Subspace(Result):
     label: str = ""
 
     def __post_init__(self) -> None:
-        basis, mean = (wide(torch.as_tensor(t).detach()) for t in (self.basis, self.mean))
+        basis, mean = (wide(tensor_of(name, t).detach()) for name, t in (("basis", self.basis), ("mean", self.mean)))
         if basis.ndim != 2 or mean.shape != basis.shape[1:]:
             raise ShapeError(
                 f"a subspace needs a basis (rank, d) and a mean (d,), "
@@ -154,9 +155,8 @@ class Subspace(Result):
             >>> Subspace(torch.eye(2)[:1], torch.zeros(2)).variance_removed(sigma)
             3.0
         """
-        if covariance.shape != (self.d, self.d):
-            raise ShapeError(f"covariance must be ({self.d}, {self.d}), got {tuple(covariance.shape)}")
-        return float(((self.basis @ wide(covariance).to(self.basis.device)) * self.basis).sum())
+        sigma = square(covariance, self.d)
+        return float(((self.basis @ sigma.to(self.basis.device)) * self.basis).sum())
 
     def overlap(self, other: Subspace) -> float:
         """Mean squared cosine of the principal angles: 1 if one contains the other, 0 if orthogonal.
@@ -220,6 +220,7 @@ class Subspace(Result):
             raise ShapeError(f"subspaces of width {self.d} and {other.d} don't share a space")
 
     def _apply(self, x: Tensor, fn: Any) -> Tensor:
+        x = tensor_of("activations", x)
         if x.shape[-1:] != (self.d,):
             raise ShapeError(f"subspace {self.label!r} has width {self.d}, got activations {tuple(x.shape)}")
         full = wide(x)
@@ -239,9 +240,14 @@ def orthonormal_rows(rows: Tensor, tol: float = 1e-7) -> Tensor:
 
     Returns:
         Float64, largest directions first. (rank, d)
+
+    Raises:
+        InputError: NaN or infinity.
     """
     full = wide(rows)
     if not full.numel():
         return full.reshape(0, rows.shape[-1])
+    if not bool(torch.isfinite(full).all()):
+        raise InputError("the rows hold NaN or infinity: they point nowhere")
     _, size, vectors = torch.linalg.svd(full, full_matrices=False)
     return vectors[(size > tol * size[0]) & (size > 0)].contiguous()

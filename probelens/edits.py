@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
+from probelens._numbers import tensor_of
 from probelens.errors import InputError, ShapeError
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class Edit:
         Raises:
             ShapeError: Values or positions that don't fit the tensor.
         """
+        if not isinstance(tensor, Tensor) or not tensor.ndim:
+            raise ShapeError("an edit needs a tensor (batch, pos, ...), or (batch, ...) at one step")
         where = _where(self.pos, tensor, hook)
         changed = self.new(tensor, hook).to(device=tensor.device, dtype=tensor.dtype)
         return changed if where is None else torch.where(where, changed, tensor)
@@ -421,16 +424,23 @@ def _where(pos: Positions, tensor: Tensor, hook: HookPoint | None) -> Tensor | N
 
 def _table(pos: Any, batch: int, length: int | None, step: int | None) -> Tensor:
     """Positions as a mask (batch or 1, pos)."""
-    if length is None:
-        if isinstance(pos, slice) or bool((torch.as_tensor(pos) < 0).any()):
-            raise InputError(f"this hook doesn't tell the sequence length, so count from 0, not pos={pos!r}")
-        length = max(int(torch.as_tensor(pos).max()), step or 0) + 1
     each = isinstance(pos, Tensor) and pos.ndim == 1
-    chosen = torch.arange(length)[pos] if isinstance(pos, slice) else torch.as_tensor(pos).cpu().reshape(-1)
+    if not isinstance(pos, slice):
+        pos = tensor_of("pos", pos).cpu()
+        if (pos.is_floating_point() and pos.numel()) or pos.ndim > 1:
+            raise InputError(f"pos must be integers on one axis, got {pos.dtype} of shape {tuple(pos.shape)}")
+        pos = pos.long().reshape(-1)
+    if length is None:
+        if isinstance(pos, slice) or bool((pos < 0).any()):
+            raise InputError(f"this hook doesn't tell the sequence length, so count from 0, not pos={pos!r}")
+        length = max([step or 0, *pos.tolist()]) + 1
+    chosen = torch.arange(length)[pos] if isinstance(pos, slice) else pos
     if each and len(chosen) != batch:
         raise ShapeError(f"pos has {len(chosen)} positions for {batch} examples; a list means all examples")
     if chosen.numel() and not -length <= int(chosen.min()) <= int(chosen.max()) < length:
-        raise InputError(f"pos={pos!r}: allowed are {-length} to {length - 1}, the sequence has {length}")
+        raise InputError(
+            f"pos={chosen.tolist()}: allowed are {-length} to {length - 1}, the sequence has {length}"
+        )
     table = torch.zeros(batch if each else 1, length, dtype=torch.bool)
     table[torch.arange(batch) if each else 0, chosen] = True
     return table

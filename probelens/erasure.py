@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from probelens._numbers import tensor_of
 from probelens.errors import InputError, ShapeError
 from probelens.results import Result
 
@@ -74,7 +75,8 @@ class Eraser(Result):
             >>> eraser(X)[:, 0]
             tensor([1., 1., 1., 1.])
         """
-        if x.shape[-1] != self.d:
+        x = tensor_of("activations", x)
+        if x.shape[-1:] != (self.d,):
             raise ShapeError(
                 f"eraser {self.label!r} was fitted on width {self.d}, got activations {tuple(x.shape)}"
             )
@@ -94,9 +96,7 @@ class Eraser(Result):
         Raises:
             ShapeError: Σ of another width.
         """
-        if covariance.shape != (self.d, self.d):
-            raise ShapeError(f"covariance must be ({self.d}, {self.d}), got {tuple(covariance.shape)}")
-        inner = self.right @ wide(covariance).to(self.right.device) @ self.right.mT
+        inner = self.right @ square(covariance, self.d).to(self.right.device) @ self.right.mT
         return float(((self.left @ inner) * self.left).sum())
 
     def to_dataframe(self) -> pd.DataFrame:
@@ -307,6 +307,14 @@ def wide(x: Tensor) -> Tensor:
     return (x.cpu() if x.device.type == "mps" else x).double()
 
 
+def square(covariance: Tensor, d: int) -> Tensor:
+    """A covariance in float64. Raises ShapeError if it isn't (d, d)."""
+    sigma = tensor_of("covariance", covariance)
+    if sigma.shape != (d, d):
+        raise ShapeError(f"covariance must be ({d}, {d}), got {tuple(sigma.shape)}")
+    return wide(sigma)
+
+
 def flat_rows(X: Any, *labels: Any, mask: Any = None) -> tuple[Tensor, ...]:
     """Activations as (row, d), and what belongs to each row, without the masked rows.
 
@@ -321,23 +329,23 @@ def flat_rows(X: Any, *labels: Any, mask: Any = None) -> tuple[Tensor, ...]:
     Raises:
         ShapeError: Labels or mask that don't fit the activations.
     """
-    x = torch.as_tensor(X).detach()
-    if x.ndim < 2 or not x.is_floating_point():
+    x = tensor_of("activations", X).detach()
+    if x.ndim < 2 or not x.shape[-1] or not x.is_floating_point():
         raise ShapeError(f"activations must be floating, (..., d), got {x.dtype} of shape {tuple(x.shape)}")
     lead = x.shape[:-1]
-    keep = None if mask is None else torch.as_tensor(mask).bool()
+    keep = None if mask is None else tensor_of("the mask", mask).bool()
     if keep is not None and keep.shape != lead:
         raise ShapeError(
             f"the mask must have shape {tuple(lead)}, as the activations, got {tuple(keep.shape)}"
         )
-    found = [x.reshape(-1, x.shape[-1])]
+    found = [x.reshape(lead.numel(), x.shape[-1])]
     for label in labels:
-        z = torch.as_tensor(label).detach()
+        z = tensor_of("labels", label).detach()
         if z.shape != lead and z.shape[:-1] != lead:
             raise ShapeError(
                 f"labels must have shape {tuple(lead)}, as the activations, got {tuple(z.shape)}"
             )
-        found.append(z.reshape(-1, *z.shape[len(lead) :]))
+        found.append(z.reshape(lead.numel(), *z.shape[len(lead) :]))
     if keep is None:
         return tuple(found)
     return tuple(t[keep.reshape(-1).to(t.device)] for t in found)

@@ -190,7 +190,7 @@ def profile_indices(
         >>> found.verdict, found.reason
         ('late', 'final share at least 1.000, above 0.5')
     """
-    rows = by_seed(accuracy, seeds)
+    rows = _sequences(accuracy, seeds)
     b = _per_seed(baseline, len(rows), "baseline")
     score = np.full(len(rows), 1.0) if solved is None else _per_seed(solved, len(rows), "solved")
     scaled = [_scaled(x, base, clip=False) for x, base in zip(rows, b)]
@@ -261,7 +261,7 @@ def reversal(
         >>> reversal(late, early, early, late, [0.5] * 4).estimate
         tensor(2., dtype=torch.float64)
     """
-    cells = [by_seed(x, None) for x in (ssm_parity, transformer_parity, ssm_dyck, transformer_dyck)]
+    cells = [_sequences(x, None) for x in (ssm_parity, transformer_parity, ssm_dyck, transformer_dyck)]
     b = as_array(baselines)
     if b.shape != (4,):
         raise ShapeError(f"baselines must be four, one per cell, got shape {b.shape}")
@@ -279,6 +279,14 @@ def reversal(
     )
 
 
+def _sequences(accuracy: Values, seeds: ArrayLike | Tensor | None) -> list[Array]:
+    """Accuracies of each seed. (sequence, layer + 1)"""
+    rows = by_seed(accuracy, seeds)
+    if rows[0].ndim != 2:
+        raise ShapeError(f"accuracies must be (sequence, layer + 1) for each seed, got {rows[0].shape}")
+    return rows
+
+
 def _scaled(accuracy: Array, baseline: Array, clip: bool = True) -> Array:
     if accuracy.ndim == 0 or accuracy.shape[-1] < 3:
         raise ShapeError(
@@ -289,7 +297,12 @@ def _scaled(accuracy: Array, baseline: Array, clip: bool = True) -> Array:
     b = np.asarray(baseline)[..., None]
     if not np.all((b >= 0) & (b < 1)):
         raise InputError(f"baselines must be at least 0 and under 1, got {np.asarray(baseline).tolist()}")
-    scaled = (accuracy - b) / (1 - b)
+    try:
+        scaled = (accuracy - b) / (1 - b)
+    except ValueError:
+        raise ShapeError(
+            f"baselines {np.asarray(baseline).shape} don't broadcast to accuracies {accuracy.shape}"
+        ) from None
     return np.maximum(scaled, 0.0) if clip else scaled
 
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from probelens._numbers import tensor_of
 from probelens._subspace import Subspace, orthonormal_rows
 from probelens.erasure import flat_rows
-from probelens.errors import InputError
+from probelens.errors import InputError, ShapeError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -194,8 +195,10 @@ class _Rows:
     def of(cls, X: Any, y: Any, groups: Any, mask: Any, seed: int) -> _Rows:
         from probelens.probing.splits import split_by_group
 
-        x = torch.as_tensor(X)
+        x = tensor_of("activations", X)
         lead = x.shape[:-1]
+        if not lead:
+            raise ShapeError(f"activations must be (..., d), got shape {tuple(x.shape)}")
         if groups is None:
             first = torch.arange(lead[0] if len(lead) > 1 else lead.numel())
             groups = first.view(-1, *(1,) * (len(lead) - 1)).expand(lead)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from probelens._numbers import tensor_of
 from probelens.errors import MetricError, ShapeError
 
 __all__ = ["accuracy", "balanced_accuracy", "cross_entropy", "kl", "logit_diff", "recovered"]
@@ -122,12 +123,13 @@ def kl(logits: Tensor, reference: Tensor, mask: Tensor | None = None) -> Tensor:
         >>> kl(torch.zeros(1, 2), torch.zeros(1, 2))
         tensor([0.])
     """
+    logits, reference = tensor_of("logits", logits), tensor_of("reference", reference)
     if logits.shape != reference.shape:
         raise ShapeError(
             f"both runs need logits of one shape, got {tuple(logits.shape)} and {tuple(reference.shape)}"
         )
-    keep = _check(logits, None, mask)
-    _check(reference, None, mask)
+    keep = _check(logits, None, mask, labelled=False)
+    _check(reference, None, mask, labelled=False)
     new, old = (x.to(_real(x)).log_softmax(-1) for x in (logits, reference))
     # An impossible token (probability 0, logit -inf) adds nothing where the reference rules it out too.
     term = torch.where(old.isneginf(), torch.zeros_like(old), old.exp() * (old - new))
@@ -158,6 +160,9 @@ def logit_diff(logits: Tensor, answers: Tensor) -> Tensor:
         >>> logit_diff(torch.tensor([[1.0, 4.0, 0.0]]), torch.tensor([[1, 0]]))
         tensor([3.])
     """
+    if not isinstance(logits, Tensor) or not isinstance(answers, Tensor):
+        kinds = f"{type(logits).__name__} and {type(answers).__name__}"
+        raise ShapeError(f"logit_diff needs two tensors, got {kinds}")
     if logits.ndim != 2 or answers.shape != (len(logits), 2):
         raise ShapeError(
             f"logit_diff needs logits (example, class) and answers (example, 2), "
@@ -183,6 +188,7 @@ def recovered(patched: Tensor, clean: Tensor, corrupted: Tensor) -> Tensor:
 
     Raises:
         MetricError: clean and corrupted are equal, so there is no gap to restore.
+        ShapeError: Shapes that don't broadcast.
 
     Units:
         All inputs in one unit (logits, nats); the result is a fraction.
@@ -194,7 +200,16 @@ def recovered(patched: Tensor, clean: Tensor, corrupted: Tensor) -> Tensor:
         >>> recovered(torch.tensor([[1.0]]), torch.tensor(2.0), torch.tensor(0.0))
         tensor([[0.5000]])
     """
-    gap = clean - corrupted
+    patched, clean, corrupted = (
+        tensor_of(name, value).to(torch.promote_types(tensor_of(name, value).dtype, torch.float32))
+        for name, value in (("patched", patched), ("clean", clean), ("corrupted", corrupted))
+    )
+    try:
+        gap = clean - corrupted
+        torch.broadcast_shapes(patched.shape, gap.shape)
+    except RuntimeError:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (patched, clean, corrupted))
+        raise ShapeError(f"patched, clean and corrupted don't broadcast: {shapes}") from None
     if bool((gap == 0).any()):
         raise MetricError(
             "clean and corrupted metric are equal: there is no gap to restore. Drop such pairs, "
@@ -203,10 +218,18 @@ def recovered(patched: Tensor, clean: Tensor, corrupted: Tensor) -> Tensor:
     return (patched - corrupted) / gap
 
 
-def _check(logits: Tensor, labels: Tensor | None, mask: Tensor | None) -> Tensor:
+def _check(
+    logits: Tensor, labels: Tensor | None, mask: Tensor | None, labelled: bool = True
+) -> Tensor:
     """The mask of counted positions, after all that can be wrong with a metric's inputs."""
+    for name, other in (("logits", logits), ("labels", labels), ("mask", mask)):
+        wanted = {"logits": True, "labels": labelled, "mask": mask is not None}[name]
+        if wanted and not isinstance(other, Tensor):
+            raise ShapeError(f"{name} must be a tensor, got a {type(other).__name__}")
+    if logits.dtype == torch.bool:
+        raise MetricError("logits must be numbers, got torch.bool")
     lead = logits.shape[:-1]
-    if logits.ndim < 2:
+    if logits.ndim < 2 or not logits.shape[-1]:
         raise ShapeError(f"logits must be (example, ..., class), got shape {tuple(logits.shape)}")
     for name, other in (("labels", labels), ("mask", mask)):
         if other is not None and other.shape != lead:

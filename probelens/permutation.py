@@ -70,7 +70,9 @@ def smallest_p(n: int, alternative: Alternative = "two-sided") -> float:
         >>> smallest_p(4), smallest_p(6)
         (0.125, 0.03125)
     """
-    return min(1.0, (2.0 if alternative == "two-sided" else 1.0) / 2.0**n)
+    if n < 0:
+        raise InputError(f"n={n}: the number of differences")
+    return min(1.0, (2.0 if alternative == "two-sided" else 1.0) * 2.0**-n)
 
 
 @exact

@@ -231,6 +231,9 @@ def contrast(
         n_examples += sum(len(rows) for rows in nested)
         single |= len(nested) == 1
         parts.append(resample(nested, function, n_draws, rng, level, z))
+    shapes = {p[0].shape[1:] for p in parts}
+    if len(shapes) > 1:
+        raise ShapeError(f"groups differ in the features of their statistic: {sorted(shapes)}")
     estimate = sum(w * p[0].mean(axis=0) for w, p in zip(weights, parts))
     raw = sum(w * p[1] for w, p in zip(weights, parts))
     var = [w**2 * p[2] for w, p in zip(weights, parts)]

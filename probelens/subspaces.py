@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from probelens._matched import matched_frames
+from probelens._numbers import tensor_of
 from probelens._subspace import Subspace, orthonormal_rows
-from probelens.erasure import Eraser, LeaceFitter, flat_rows, leace, wide
+from probelens.erasure import Eraser, LeaceFitter, flat_rows, leace, square, wide
 from probelens.errors import InputError, ShapeError
 from probelens.inlp import Inlp, inlp
 
@@ -92,15 +93,15 @@ def from_probe(
         mean = probe.mean(where, seed) if mean is None else mean
     if mean is None:
         raise InputError("give mean=, the mean activation: project_out sets the directions to it")
-    rows = wide(torch.as_tensor(rows).detach())
+    rows = wide(tensor_of("the probe's rows", rows).detach())
     rows = rows[None] if rows.ndim == 1 else rows
-    centre = wide(torch.as_tensor(mean))
+    centre = wide(tensor_of("mean", mean))
     if rows.ndim != 2 or centre.shape != rows.shape[1:]:
         raise ShapeError(
             f"a probe's rows (class, d) need a mean (d,), got {tuple(rows.shape)} and {tuple(centre.shape)}"
         )
     if scale is not None:
-        size = wide(torch.as_tensor(scale))
+        size = wide(tensor_of("scale", scale))
         if size.shape != centre.shape or not bool((size > 0).all()):
             raise ShapeError(f"scale must be {tuple(centre.shape)} and above 0, got {tuple(size.shape)}")
         rows = rows / size
@@ -369,6 +370,8 @@ def random_matched(
         >>> all(abs(q.variance_removed(sigma) / target.variance_removed(sigma) - 1) < 0.01 for q in draws)
         True
     """
+    if n < 1:
+        raise InputError(f"n={n}: give the number of draws, at least 1")
     wanted = target.variance_removed(covariance)
     values, vectors = _eigen(covariance)
     rank, d = target.rank, target.d
@@ -434,9 +437,10 @@ def moments(X: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 def _eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
-    sigma = wide(covariance)
-    if sigma.ndim != 2 or sigma.shape[0] != sigma.shape[1]:
-        raise ShapeError(f"covariance must be (d, d), got {tuple(sigma.shape)}")
+    sigma = tensor_of("covariance", covariance)
+    sigma = wide(square(sigma, len(sigma) if sigma.ndim else 0))
+    if not len(sigma) or not bool(torch.isfinite(sigma).all()):
+        raise InputError("the covariance is empty, or holds NaN or infinity")
     values, vectors = torch.linalg.eigh((sigma + sigma.mT) / 2)
     return values.flip(0).clamp(min=0), vectors.flip(1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import probelens as pl
 
+HERE = Path(__file__).resolve().parent
 LENGTH = 8
 RESID = "blocks.1.hook_resid_post"
 TASK = pl.tasks.Parity()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probelens._numbers import tensor_of
 from probelens.errors import InputError, ShapeError
 from probelens.probing.splits import Split, copies_together
 
@@ -43,7 +44,7 @@ class Data:
     def of(cls, acts: Any, labels: Any, groups: Any, mask: Any, tokens: Any) -> Data:
         """Check everything and give it one shape; arguments as ``probe``."""
         tensors, layers, kept = _sites(acts)
-        whole = None if tokens is None else torch.as_tensor(tokens).cpu()
+        whole = None if tokens is None else tensor_of("tokens", tokens).cpu()
         if kept is not None:
             mask = acts.mask if mask is None else mask
             whole = acts.tokens if whole is None else whole
@@ -51,7 +52,7 @@ class Data:
 
         def cut(values: Any) -> Tensor:
             """Labels at all positions of sequences of which only some were collected."""
-            values = torch.as_tensor(values).cpu()
+            values = tensor_of("labels", values).cpu()
             some = kept is not None and acts.tokens is not None and values.shape == acts.tokens.shape
             return values[:, kept] if some and tuple(values.shape) != shape else values
 
@@ -70,7 +71,7 @@ class Data:
         for name, values in named.items():
             y = _label(str(name), cut(values), mask, shape)
             (numbers if y.is_floating_point() else classes)[str(name)] = y
-        groups = torch.arange(shape[0]) if groups is None else torch.as_tensor(groups).cpu()
+        groups = torch.arange(shape[0]) if groups is None else tensor_of("groups", groups).cpu()
         if groups.shape != (shape[0],):
             raise ShapeError(
                 f"groups has shape {tuple(groups.shape)}; it must be ({shape[0]},), one a sequence"

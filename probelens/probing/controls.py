@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from probelens._numbers import tensor_of
 from probelens.errors import InputError, ShapeError
 
 __all__ = ["contexts", "control_labels", "selectivity"]
@@ -33,19 +34,24 @@ def contexts(
 
     Raises:
         ShapeError: tokens aren't (batch, pos).
-        InputError: n_contexts below 2 or w below 1.
+        InputError: n_contexts below 2, w below 1, or tokens that aren't integers.
 
     Examples:
         >>> ids, w = contexts(torch.tensor([[0, 1, 0, 1, 1, 0]]), n_contexts=4)
         >>> w, int(ids.max()) + 1
         (2, 4)
     """
+    tokens = tensor_of("tokens", tokens)
     if tokens.ndim != 2:
         raise ShapeError(f"tokens has shape {tuple(tokens.shape)}; it must be (batch, pos)")
+    if tokens.is_floating_point():
+        raise InputError(f"tokens must be integers, got {tokens.dtype}")
     if n_contexts < 2 or (w is not None and w < 1):
         raise InputError(f"n_contexts={n_contexts}, w={w}: at least two contexts and one token are needed")
     x = tokens.cpu().numpy().astype(np.int64)
-    keep = np.ones(x.shape, bool) if mask is None else mask.cpu().numpy()
+    keep = np.ones(x.shape, bool) if mask is None else mask.bool().cpu().numpy()
+    if keep.shape != x.shape:
+        raise ShapeError(f"the mask has shape {keep.shape}; it must be {x.shape}, as the tokens")
     width = int(x.max(initial=0)) + 2
     ids, found, back = np.zeros(x.shape, np.int64), 0, 0
     while back < (x.shape[1] if w is None else min(w, x.shape[1])):
@@ -98,11 +104,13 @@ def control_labels(
         >>> control.shape, control.unique().tolist()
         (torch.Size([50, 20]), [0, 1])
     """
+    tokens, labels = tensor_of("tokens", tokens), tensor_of("labels", labels)
+    mask = None if mask is None else tensor_of("mask", mask)
     if labels.shape != tokens.shape:
         raise ShapeError(f"labels {tuple(labels.shape)} and tokens {tuple(tokens.shape)} must have one shape")
     ids, _ = contexts(tokens, n_contexts, mask, w)
     where = ids.cpu().numpy()
-    keep = np.ones(where.shape, bool) if mask is None else mask.cpu().numpy()
+    keep = np.ones(where.shape, bool) if mask is None else mask.bool().cpu().numpy()
     if not keep.any():
         raise InputError("no label counts: the mask is False everywhere")
     rng = np.random.default_rng([seed, 0xC0117])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from probelens._modes import exact
+from probelens._numbers import tensor_of
 from probelens.errors import InputError, ShapeError
 
 __all__ = ["Factorised", "as_features"]
@@ -213,7 +214,7 @@ class Factorised:
 
 def as_features(X: Any) -> Tensor:
     """A finite floating (n, d) tensor of anything array-like; tensors keep their memory and device."""
-    x = X.detach() if isinstance(X, Tensor) else torch.as_tensor(X)
+    x = tensor_of("X", X).detach()
     if x.ndim != 2:
         raise ShapeError(
             f"X has shape {tuple(x.shape)}; it must be (n, d), one row per observation. "
@@ -282,6 +283,8 @@ def _eigen(x: Tensor, weight: Tensor | None, precise: bool) -> tuple[Tensor, Ten
 
 def _eigh(matrix: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     """Eigenvalues above a fraction of the largest, and their eigenvectors."""
+    if not bool(torch.isfinite(matrix).all()):
+        raise InputError("the features are too large: their squares overflow. Scale them down")
     values, vectors = torch.linalg.eigh(matrix)
     keep = values > values[-1].clamp(min=0) * floor
     return values[keep], vectors[:, keep]

@@ -45,14 +45,16 @@ class _Linear(BaseEstimator):
 
     def _training(self, X: Any, y: Any, **checks: Any) -> tuple[Tensor, np.ndarray]:
         if isinstance(y, Tensor):
-            y = y.detach().cpu().numpy()
+            # NumPy has no bfloat16.
+            y = (y.float() if y.dtype == torch.bfloat16 else y).detach().cpu().numpy()
         if not isinstance(X, Tensor):
             x, y = validate_data(self, X, y, dtype=[np.float64, np.float32], **checks)
             return _tensor(x), y
         x = as_features(X)
+        count = len(y) if np.ndim(y) else 0
+        if count != len(x):
+            raise ShapeError(f"y has {count} labels for {len(x)} rows of X; they must be as many")
         y = check_array(y, ensure_2d=False, allow_nd=True, dtype=None)
-        if len(y) != len(x):
-            raise ShapeError(f"y has {len(y)} labels for {len(x)} rows of X; they must be as many")
         if hasattr(self, "feature_names_in_"):
             del self.feature_names_in_
         self.n_features_in_ = x.shape[1]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from probelens._modes import exact
+from probelens._numbers import tensor_of
 from probelens.errors import InputError, ShapeError
 from probelens.probing.factor import Factorised, as_features
 from probelens.probing.solver import DEFAULT_CS, LogisticFit, fit_path
@@ -98,7 +99,7 @@ def online_codelength(
         True
     """
     x = as_features(X)
-    y = torch.as_tensor(y, device=x.device)
+    y = tensor_of("y", y).to(x.device)
     if y.shape != x.shape[:1]:
         raise ShapeError(f"y has shape {tuple(y.shape)}; it must be ({len(x)},), one per row")
     if y.is_floating_point() or bool((y < 0).any()):

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from probelens._modes import differentiable, exact
+from probelens._numbers import tensor_of
 from probelens.errors import InputError, ShapeError
 from probelens.probing.factor import as_features
 
@@ -169,7 +170,7 @@ def _forward(x: Tensor, weights: list[Tensor]) -> Tensor:
 
 
 def _ids(y: Any, x: Tensor, name: str) -> Tensor:
-    ids = torch.as_tensor(y, device=x.device)
+    ids = tensor_of(name, y).to(x.device)
     if ids.shape != x.shape[:1]:
         raise ShapeError(f"{name} has shape {tuple(ids.shape)}; it must be ({len(x)},), one per row")
     if ids.is_floating_point():

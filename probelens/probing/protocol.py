@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from probelens._modes import exact
-from probelens.errors import InputError, UnknownHookError, nearest
+from probelens._numbers import tensor_of
+from probelens.errors import InputError, ShapeError, UnknownHookError, nearest
 from probelens.probing._data import Data
 from probelens.probing._fitting import Fitted, by_position, share
 from probelens.probing._rows import CONTROL, TASK, Recorder, guesses, key
@@ -348,7 +349,18 @@ def refit_accuracy(
         probe_accuracy, refit_accuracy, refit_mlp_accuracy (None without ``mlp``), the majority
         baseline, and the number of test rows, all on the same test sequences; and the refitted
         linear probe's accuracy at each position. (pos,)
+
+    Raises:
+        ShapeError: Tensors that don't fit together.
+        InputError: One class only, or too few groups to split.
     """
+    shapes = [tuple(tensor_of("an argument", t).shape) for t in (clean, ablated, labels, mask, groups)]
+    lead = shapes[0][:-1]
+    if len(lead) != 2 or shapes != [shapes[0], (*lead, shapes[1][-1]), lead, lead, lead[:1]]:
+        raise ShapeError(
+            "need clean and ablated (n, pos, d), labels and mask (n, pos), groups (n,), got "
+            + ", ".join(map(str, shapes))
+        )
     split = split_by_group(groups, FRACTIONS, seed)
     tasks = {"label": labels}
     before = Fitted.of(clean, tasks, mask, split, DEFAULT_CS, 1e-3, None, seed)

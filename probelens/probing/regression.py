@@ -149,10 +149,19 @@ def probe_values(
     """
     layers = dict(getattr(acts, "layers", {}))
     mask = getattr(acts, "mask", None) if mask is None else mask
+    if not isinstance(values, (Tensor, Mapping)) or not isinstance(
+        getattr(acts, "tensors", acts), (Tensor, Mapping)
+    ):
+        kinds = f"{type(acts).__name__} and {type(values).__name__}"
+        raise InputError(f"give activations and values as tensors, or dicts of them, got {kinds}")
     sites = {"activations": acts} if isinstance(acts, Tensor) else dict(getattr(acts, "tensors", acts))
     named = {"label": values} if isinstance(values, Tensor) else {str(k): v for k, v in values.items()}
     if not sites or not named:
         raise InputError(f"{len(sites)} sites and {len(named)} labels: give at least one of each")
+    if any(x.ndim not in (2, 3) for x in sites.values()):
+        raise ShapeError(
+            f"activations must be (n, d) or (n, pos, d), got {[tuple(x.shape) for x in sites.values()]}"
+        )
     flat = all(x.ndim == 2 for x in sites.values())
     shape = tuple(next(iter(sites.values())).shape[: 1 if flat else 2])
     keep = torch.ones(shape, dtype=torch.bool) if mask is None else mask.bool().cpu()

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from probelens._modes import exact
+from probelens._numbers import tensor_of
 from probelens.errors import InputError, ShapeError
 from probelens.probing._walker import LogisticFit, Request, Walker
 from probelens.probing.factor import Factorised
@@ -95,6 +96,8 @@ def fit_path(
         raise InputError(f"Cs={Cs!r}: inverse penalties must be positive numbers, at least one")
     if not tol > 0 or max_iter < 1:
         raise InputError(f"tol={tol}, max_iter={max_iter}: tol must be above 0 and max_iter at least 1")
+    if not isinstance(ys, (Tensor, Sequence)) or isinstance(ys, (str, bytes)):
+        raise InputError(f"ys must be class ids or a list of such tensors, got a {type(ys).__name__}")
     labels = [ys] if isinstance(ys, Tensor) else list(ys)
     counts = [n_classes] * len(labels) if n_classes is None or isinstance(n_classes, int) else list(n_classes)
     if len(counts) != len(labels):
@@ -113,7 +116,7 @@ def fit_path(
 
 
 def _link(y: Tensor, count: int | None, shared: Factorised, which: int) -> Link:
-    y = torch.as_tensor(y, device=shared.x.device)
+    y = tensor_of(f"label set {which}", y).to(shared.x.device)
     if y.shape != (shared.n,):
         raise ShapeError(
             f"label set {which} has shape {tuple(y.shape)}; it must be ({shared.n},), one per row"

@@ -87,14 +87,19 @@ def copies_together(tokens: Tensor, groups: Tensor) -> Tensor:
         New group ids. (n,)
 
     Raises:
-        ShapeError: tokens and groups differ in length.
+        ShapeError: tokens that aren't (n, pos), or groups that aren't one each.
 
     Examples:
         >>> copies_together(torch.tensor([[1, 2], [3, 4], [1, 2]]), torch.tensor([0, 1, 2]))
         tensor([0, 1, 0])
     """
+    if tokens.ndim != 2 or groups.ndim != 1:
+        shapes = f"{tuple(tokens.shape)} and {tuple(groups.shape)}"
+        raise ShapeError(f"tokens must be (n, pos) and groups (n,), got {shapes}")
     if len(tokens) != len(groups):
         raise ShapeError(f"{len(tokens)} token sequences for {len(groups)} groups; they must be as many")
+    if not tokens.shape[1]:
+        raise ShapeError(f"tokens have no position: {tuple(tokens.shape)}")
     _, same = torch.unique(tokens, dim=0, return_inverse=True)
     _, ids = torch.unique(groups, return_inverse=True)
     # Lowest label reachable through shared groups and shared texts, by repeated minima.
