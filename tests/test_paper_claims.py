@@ -248,3 +248,13 @@ def test_what_is_published_can_be_published_again(tmp_path: Path) -> None:
         in text
     )
     assert "| LSTM Parity | 0 | 400 | 14 | 1 / 1 / 1 / 1 / 1 |" in text
+
+
+def test_the_tables_of_the_page_are_those_of_its_rows() -> None:
+    docs = Path(__file__).resolve().parent.parent / "docs"
+    page = (docs / "paper.md").read_text(encoding="utf-8")
+    rows = pd.read_parquet(docs / "data" / "paper" / "formal.parquet")
+    assert formal_report.filled(page, rows) == page
+    for name in FIGURES:
+        assert f"figures/paper/{name}.svg" in page
+        assert (docs / "figures" / "paper" / f"{name}.svg").is_file()

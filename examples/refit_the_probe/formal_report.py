@@ -148,10 +148,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--page", type=Path, help="page whose tables to write again, between the marks <!-- NAME -->"
     )
     args = parser.parse_args(argv)
-    rows = pd.read_parquet(args.rows)
+    # Rounded first, so that the tables of a page are those of the rows that stand beside it.
+    rows = slim(pd.read_parquet(args.rows))
     if args.data is not None:
         with atomic_path(args.data) as part:
-            slim(rows).to_parquet(part, index=False, compression="zstd")
+            rows.to_parquet(part, index=False, compression="zstd")
     if args.figures is not None:
         args.figures.mkdir(parents=True, exist_ok=True)
         for name in FIGURES:
