@@ -9,20 +9,33 @@ import importlib
 import json
 import os
 import re
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from probelens import __version__
 from probelens._settings import configure, restore, unknown
-from probelens.errors import InputError, ProbelensError, nearest
+from probelens.errors import (
+    AdapterNotFoundError,
+    InputError,
+    MissingDependencyError,
+    ProbelensError,
+    StoreError,
+    UnknownHookError,
+    nearest,
+)
 
 __all__ = ["main"]
 
 STATUS = (
-    """exit status: 0 all well, 1 the run failed, 2 the command or its input can't be used, 130 interrupted"""
+    "exit status: 0 all well, 1 the work failed, 2 the command, or a file, folder or model that it needs, can't be\n"
+    "used, 130 interrupted, 143 terminated; after both the same command goes on from what was finished"
 )
+# What the user can mend by giving something else; the rest is a failure of the work.
+UNUSABLE = (InputError, StoreError, UnknownHookError, AdapterNotFoundError, MissingDependencyError)
 
 EPILOG = f"""examples:
   probelens run quickstart                      train two small models, measure them, write report.html
@@ -64,8 +77,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments; None for those of the process.
 
     Returns:
-        Exit status: 0 all well, 1 the run failed, 2 the command or its input can't be used, 130 interrupted.
+        Exit status: 0 all well, 1 the work failed, 2 the command, or a file, folder or model that it
+        needs, can't be used, 130 interrupted, 143 terminated.
     """
+    with _terminated_like_interrupted():
+        return _main(argv)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, as batch systems and ``kill`` send it."""
+
+
+@contextlib.contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does: its processes are ended, its files closed, its hooks removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: object) -> NoReturn:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     debug = False
     try:
         parser, commands = _parser()
@@ -83,11 +123,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = int(args.do(args))
         sys.stdout.flush()
         return status
-    except KeyboardInterrupt:
-        print(
-            "interrupted; what was finished is kept, and the same command goes on from there", file=sys.stderr
-        )
-        return 130
+    except KeyboardInterrupt as err:
+        ended = isinstance(err, _Terminated)
+        what = "terminated" if ended else "interrupted"
+        print(f"{what}; what was finished is kept, and the same command goes on from there", file=sys.stderr)
+        return 143 if ended else 130
     except BrokenPipeError:
         # Whoever read the output has seen enough; Python must not try to write the rest when it exits.
         with contextlib.suppress(OSError, ValueError):
@@ -97,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         print(f"probelens: {err}", file=sys.stderr)
-        return 2 if isinstance(err, InputError) else 1
+        return 2 if isinstance(err, UNUSABLE) else 1
     except Exception as err:
         if debug:
             raise

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -212,7 +213,9 @@ def test_a_run_prints_its_report_and_takes_presets_settings_and_out(
     ("error", "status", "says"),
     [
         (pl.ProbelensError("it failed"), 1, "it failed"),
-        (pl.StoreError("can't write"), 1, "can't write"),
+        (pl.ShapeError("of another shape"), 1, "of another shape"),
+        (pl.StoreError("can't write"), 2, "can't write"),
+        (pl.MissingDependencyError("not installed"), 2, "not installed"),
         (pl.InputError("bad"), 2, "bad"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (ZeroDivisionError("by zero"), 1, "ZeroDivisionError: by zero"),
@@ -237,6 +240,27 @@ def test_errors_have_a_status_and_no_traceback_unless_asked(
     for words in (["run", "fake", "--debug"], ["--debug", "run", "fake"]):
         with pytest.raises(type(error)):
             main(words)
+
+
+def test_the_page_and_the_help_have_every_exit_status(run: Any) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "command-line.md").read_text()
+    assert re.findall(r"^\| (\d+) \|", page, re.M) == ["0", "1", "2", "130", "143"]
+    for words in ((), ("run",), ("hooks",), ("verify",), ("profile",), ("report",), ("list",)):
+        status = " ".join(run(*words, "--help").out.split()).partition("exit status: ")[2]
+        assert re.findall(r"\b(\d+) [at]?", status) == ["0", "1", "2", "130", "143"], words
+
+
+def test_sigterm_ends_a_command_with_143_and_is_given_back(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def do(config: Any, progress: bool) -> Path:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("went on")
+
+    fake_recipe(monkeypatch, do)
+    before = signal.getsignal(signal.SIGTERM)
+    found = run("run", "fake")
+    assert (found.status, found.out) == (143, "")
+    assert found.err.startswith("terminated; what was finished is kept")
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_reader_that_stops_reading_is_no_error(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +314,7 @@ def test_verify_passes_a_good_model_and_fails_one_with_a_dead_part(run: Any, mod
         ("empty", 2, "holds no model"),
         ("someone/no-such-model", 2, "can't load 'someone/no-such-model'"),
         ("", 2, "empty name"),
-        ("broken", 1, "model.safetensors"),
+        ("broken", 2, "model.safetensors"),
     ],
 )
 def test_models_that_cannot_be_loaded(
@@ -552,7 +576,11 @@ def test_the_process_is_quiet_off_a_terminal_and_ends_with_the_status(models: Pa
     assert err == b"", "no progress bars and no warnings where nobody looks"
 
 
-def test_ctrl_c_ends_the_whole_grid_with_130_and_no_traceback(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("to", ["the group", "the parent"])
+def test_signals_end_the_whole_grid_without_a_traceback(
+    tmp_path: Path, sent: signal.Signals, status: int, to: str
+) -> None:
     # Two cells in processes of their own, both at work when Ctrl-C comes.
     recipe = (
         "import sys, types, dataclasses, pathlib\n"
@@ -573,10 +601,11 @@ def test_ctrl_c_ends_the_whole_grid_with_130_and_no_traceback(tmp_path: Path) ->
     while (not log.exists() or len(log.read_text().split()) < 2) and time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
+    (os.killpg if to == "the group" else os.kill)(process.pid, sent)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err.decode()
-    assert b"interrupted" in err
+    assert process.returncode == status, err.decode()
+    assert (b"interrupted" if sent == signal.SIGINT else b"terminated") in err
     assert b"Traceback" not in err
+    assert b"leaked" not in err, "nothing of multiprocessing's is left"
     assert out == b""
     assert len(log.read_text().split()) == 2, "no further cell was started"

@@ -177,7 +177,7 @@ def test_a_run_folder_that_cannot_be_written_is_an_error_before_any_training(
     )
     with pytest.raises(pl.StoreError):
         quickstart.run(quickstart.Config(out=str(out), workers=1), progress=False)
-    assert main([*WORDS, "--out", str(out)]) == 1
+    assert main([*WORDS, "--out", str(out)]) == 2
     err = capsys.readouterr().err
     assert str(out) in err
     assert "Traceback" not in err
