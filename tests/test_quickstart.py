@@ -199,7 +199,7 @@ def test_a_model_that_fails_is_named_with_where_its_traceback_is(
     log = next((tmp_path / "run").rglob("error.txt"))
     assert str(log) in err
     assert "Traceback" in log.read_text()
-    assert main(["report", str(tmp_path / "run")]) == 1, "there is nothing to report"
+    assert main(["report", str(tmp_path / "run")]) == 2, "there is nothing to report"
     assert os.listdir(tmp_path) == ["run"]
 
 
