@@ -25,7 +25,16 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> formal.Config:
 
 def test_one_cell_gives_every_kind_of_row(done: formal.Config) -> None:
     rows = pd.read_parquet(Path(done.out) / "rows.parquet")
-    assert set(rows["kind"]) == {"training", "behaviour", "probe", "indices", "ablation", "dose", "length", "site"}
+    assert set(rows["kind"]) == {
+        "training",
+        "behaviour",
+        "probe",
+        "indices",
+        "ablation",
+        "dose",
+        "length",
+        "site",
+    }
     ablations = rows[rows["kind"] == "ablation"]
     assert set(ablations["what"]) == {"direction", "rows", "leace", "inlp"}
     for what, part in ablations.groupby("what"):
@@ -36,7 +45,9 @@ def test_one_cell_gives_every_kind_of_row(done: formal.Config) -> None:
     assert probes[probes["span"] == "all"][["selectivity", "compression"]].notna().all(axis=None)
     assert rows["task"].eq("parity").all(), "tables with a column of that name don't win over the cell's"
     (site,) = rows[rows["kind"] == "site"].to_dict("records")
-    assert "pairs is answered correctly by both runs" in site["problem"], "it has learned nothing, and the row says so"
+    assert "pairs is answered correctly by both runs" in site["problem"], (
+        "it has learned nothing, and the row says so"
+    )
     assert (Path(done.out) / "report.html").stat().st_size > 1e5
     assert pd.read_parquet(Path(done.out) / "claims.parquet")["claim"].str.startswith(("1.", "2.")).any()
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import probelens as pl
 from probelens.examples.refit_the_probe.formal_cell import run_cell
+from probelens.examples.refit_the_probe.running import finished_rows, report_failures
 from probelens.examples.refit_the_probe.setup import ARCHS, NAMES, TASKS, TITLES
 from probelens.experiments import RunRecord, Store, cell_key, run_grid, versions
 
@@ -138,18 +139,9 @@ def run(config: Config, progress: bool = True) -> Path:
     record = RunRecord("paper-formal", dataclasses.asdict(config), [cell_key(c) for c in cells], versions())
     record.start(store.folder, free=FREE)
     done = run_grid(run_cell, cells, store, workers=config.workers, progress=progress)
-    if any(store.done(key) for key in record.cells):
+    if store.keys():
         report(config, record)
-    if done.failed:
-        told = [
-            f"{text.strip().splitlines()[-1]} ({store.cell(key) / 'error.txt'})"
-            for key, text in done.failed.items()
-        ]
-        raise pl.ProbelensError(
-            "\n  ".join(
-                [f"{len(told)} of {len(cells)} cells failed; the others are kept and reported:", *told]
-            )
-        )
+    report_failures(done, store)
     return store.folder
 
 
@@ -168,10 +160,4 @@ def report(config: Config, record: RunRecord) -> Path:
     """
     from probelens.examples.refit_the_probe.formal_report import write
 
-    store = Store(config.out)
-    finished = store.keys()
-    if not finished:
-        raise pl.StoreError(
-            f"no cell in {config.out!r} is finished, so there is nothing to report. Run it first."
-        )
-    return write(store.all_rows(finished), store.folder, dataclasses.asdict(config), record.versions)
+    return write(finished_rows(config.out), Path(config.out), dataclasses.asdict(config), record.versions)

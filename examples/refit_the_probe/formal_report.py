@@ -12,6 +12,7 @@ import pandas as pd
 
 from probelens.examples.refit_the_probe.claims import claims
 from probelens.examples.refit_the_probe.figures import FIGURES, main_cells, named
+from probelens.examples.refit_the_probe.running import claims_table, fill
 from probelens.examples.refit_the_probe.setup import LABELS, NAMES, TASKS, TITLES
 from probelens.report import Chart, Section, Table, write_report
 from probelens.results import atomic_path
@@ -168,27 +169,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def filled(page: str, rows: pd.DataFrame) -> str:
-    """A page with its tables written again: each stands between ``<!-- NAME -->`` and ``<!-- end NAME -->``."""
-    for name, table in (
-        ("claims", claims_table(rows)),
-        ("cells", cells_table(rows)),
-        ("sites", sites_table(rows)),
-    ):
-        first, last = f"<!-- {name} -->", f"<!-- end {name} -->"
-        if first in page:
-            head, rest = page.split(first, 1)
-            page = f"{head}{first}\n\n{table}\n{last}{rest.split(last, 1)[1]}"
-    return page
-
-
-def claims_table(rows: pd.DataFrame) -> str:
-    """The claims as a Markdown table."""
-    word = {True: "yes", False: "no", None: "can't say"}
-    lines = ["| claim | paper | here | 95 % interval | agrees |", "|---|---|---|---|---|"]
-    for claim in claims(rows):
-        ours = f"{claim.ours}. {claim.note}" if claim.note else str(claim.ours)
-        lines.append(f"| {claim.claim} | {claim.paper} | {ours} | {claim.interval} | {word[claim.agrees]} |")
-    return "\n".join(lines) + "\n"
+    """A page with its tables written again."""
+    return fill(
+        page, {"claims": claims_table(claims(rows)), "cells": cells_table(rows), "sites": sites_table(rows)}
+    )
 
 
 def cells_table(rows: pd.DataFrame) -> str:

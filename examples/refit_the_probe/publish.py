@@ -16,11 +16,10 @@ import pandas as pd
 
 from probelens.examples.refit_the_probe import code_depth_report, pretrained_report
 from probelens.examples.refit_the_probe.formal_report import slim
-from probelens.examples.refit_the_probe.running import each
-from probelens.report import Claim
+from probelens.examples.refit_the_probe.running import claims_table, each, fill
 from probelens.results import atomic_path
 
-__all__ = ["claims_table", "code_table", "filled", "layers_table", "main", "sites_table"]
+__all__ = ["code_table", "filled", "layers_table", "main", "sites_table"]
 
 FORCED = {"A": "1", "B": "0", "F": "1", "I": "1"}
 
@@ -28,16 +27,6 @@ FORCED = {"A": "1", "B": "0", "F": "1", "I": "1"}
 def is_code(rows: pd.DataFrame) -> bool:
     """Whether rows are those of `paper-code-depth`; else they are of `paper-pretrained`."""
     return "balanced_lo" in rows
-
-
-def claims_table(claims: Sequence[Claim]) -> str:
-    """The claims as a Markdown table."""
-    word = {True: "yes", False: "no", None: "can't say"}
-    lines = ["| claim | paper | here | 95 % interval | agrees |", "|---|---|---|---|---|"]
-    for claim in claims:
-        ours = f"{claim.ours}. {claim.note}" if claim.note else str(claim.ours)
-        lines.append(f"| {claim.claim} | {claim.paper} | {ours} | {claim.interval} | {word[claim.agrees]} |")
-    return "\n".join(lines) + "\n"
 
 
 def layers_table(rows: pd.DataFrame) -> str:
@@ -135,12 +124,7 @@ def filled(page: str, rows: pd.DataFrame) -> str:
             "pretrained-layers": layers_table(rows),
             "pretrained-sites": sites_table(rows),
         }
-    for name, table in tables.items():
-        first, last = f"<!-- {name} -->", f"<!-- end {name} -->"
-        if first in page:
-            head, rest = page.split(first, 1)
-            page = f"{head}{first}\n\n{table}\n{last}{rest.split(last, 1)[1]}"
-    return page
+    return fill(page, tables)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

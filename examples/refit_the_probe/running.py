@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,14 @@ from probelens.results import atomic_path
 if TYPE_CHECKING:
     import pandas as pd
 
+    from probelens.report import Claim
+
 __all__ = [
+    "best",
+    "claims_table",
     "device_of",
+    "each",
+    "fill",
     "finished_rows",
     "identity",
     "is_mamba",
@@ -129,6 +135,26 @@ def report_failures(done: GridReport, store: Store) -> None:
     ]
     first = f"{len(told)} of {len(done.keys)} models failed; the others are kept and reported:"
     raise pl.ProbelensError("\n  ".join([first, *told]))
+
+
+def claims_table(claims: Sequence[Claim]) -> str:
+    """The claims as a Markdown table."""
+    word = {True: "yes", False: "no", None: "can't say"}
+    lines = ["| claim | paper | here | 95 % interval | agrees |", "|---|---|---|---|---|"]
+    for claim in claims:
+        ours = f"{claim.ours}. {claim.note}" if claim.note else str(claim.ours)
+        lines.append(f"| {claim.claim} | {claim.paper} | {ours} | {claim.interval} | {word[claim.agrees]} |")
+    return "\n".join(lines) + "\n"
+
+
+def fill(page: str, tables: Mapping[str, str]) -> str:
+    """A page with its tables written again: each stands between ``<!-- NAME -->`` and ``<!-- end NAME -->``."""
+    for name, table in tables.items():
+        first, last = f"<!-- {name} -->", f"<!-- end {name} -->"
+        if first in page:
+            head, rest = page.split(first, 1)
+            page = f"{head}{first}\n\n{table}\n{last}{rest.split(last, 1)[1]}"
+    return page
 
 
 def each(table: pd.DataFrame) -> Iterator[Any]:
