@@ -48,7 +48,9 @@ class Subspace(Result):
     label: str = ""
 
     def __post_init__(self) -> None:
-        basis, mean = (wide(tensor_of(name, t).detach()) for name, t in (("basis", self.basis), ("mean", self.mean)))
+        basis, mean = (
+            wide(tensor_of(name, t).detach()) for name, t in (("basis", self.basis), ("mean", self.mean))
+        )
         if basis.ndim != 2 or mean.shape != basis.shape[1:]:
             raise ShapeError(
                 f"a subspace needs a basis (rank, d) and a mean (d,), "

@@ -218,9 +218,7 @@ def recovered(patched: Tensor, clean: Tensor, corrupted: Tensor) -> Tensor:
     return (patched - corrupted) / gap
 
 
-def _check(
-    logits: Tensor, labels: Tensor | None, mask: Tensor | None, labelled: bool = True
-) -> Tensor:
+def _check(logits: Tensor, labels: Tensor | None, mask: Tensor | None, labelled: bool = True) -> Tensor:
     """The mask of counted positions, after all that can be wrong with a metric's inputs."""
     for name, other in (("logits", logits), ("labels", labels), ("mask", mask)):
         wanted = {"logits": True, "labels": labelled, "mask": mask is not None}[name]

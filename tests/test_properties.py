@@ -536,6 +536,10 @@ def test_what_checks_an_argument_keeps_its_gradient() -> None:
     x = drawn((3, 4), 0).requires_grad_()
     one, two = drawn((), 1), drawn((), 2)
     space = subspaces.random(2, 4)
-    for out in (space.project_out(x), pl.leace(x, torch.tensor([0, 1, 0]))(x), metrics.recovered(x, one, two)):
+    for out in (
+        space.project_out(x),
+        pl.leace(x, torch.tensor([0, 1, 0]))(x),
+        metrics.recovered(x, one, two),
+    ):
         (grad,) = torch.autograd.grad(out.sum(), x)
         assert grad.any()
