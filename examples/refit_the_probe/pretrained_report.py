@@ -170,11 +170,10 @@ def _patching(rows: pd.DataFrame) -> list[Claim]:
         "≈ 97 to 98 %",
     )
     found = named(rows, "site")
-    if found.empty or "recovery" not in found:
+    found = found[(found["arch"] == "mamba") & found["task"].isin(["parity", "dyck"])]
+    if found.empty:
         return [Claim(claim, paper, "not run")]
-    found = found[
-        (found["arch"] == "mamba") & found["recovery"].notna() & found["task"].isin(["parity", "dyck"])
-    ]
+    found = found[found["recovery"].notna()] if "recovery" in found else found.iloc[:0]
     if found.empty:
         return [Claim(claim, paper, "no pair is answered correctly")]
     said, near = [], []
