@@ -15,7 +15,7 @@ from probelens.examples.refit_the_probe.figures import LAST, main_cells, over_se
 from probelens.examples.refit_the_probe.setup import LABELS, NAMES, TITLES
 from probelens.report import Claim
 
-__all__ = ["claims"]
+__all__ = ["claims", "inlp_claim"]
 
 RECURRENT, SSM = ("lstm", "gru"), ("mamba", "mamba2")
 LEARNED = 0.95  # at the trained length; a model below it can't speak for its architecture
@@ -35,6 +35,10 @@ NEEDED = {
     "what",
     "label",
 }
+INLP = (
+    "B. INLP against random subspaces of its rank: what looked inert carries most of the task",
+    "reverses the conclusion",
+)
 MARGIN = 0.02  # a refitted probe within this of the one before has recovered
 
 
@@ -452,33 +456,39 @@ def _refit(rows: pd.DataFrame) -> list[Claim]:
 
 
 def _inlp(rows: pd.DataFrame) -> list[Claim]:
-    claim = "B. INLP against random subspaces of its rank: what looked inert carries most of the task"
-    paper = "reverses the conclusion"
+    one = _inner(rows, "direction", *INLP)
+    dose = _of(rows, "dose", *INLP) if "dose" in set(rows["kind"]) else rows.iloc[:0]
+    return [inlp_claim(one, _inner(rows, "inlp", *INLP), dose)]
+
+
+def inlp_claim(one: pd.DataFrame, whole: pd.DataFrame, dose: pd.DataFrame) -> Claim:
+    """v2's claim about INLP, from inner layers: ablations of the best direction, of INLP to chance, and of its first ranks.
+
+    It agrees where at some rank more than half of the layers that one direction leaves alone lose half of the task more
+    than by random subspaces of that rank. At full rank any subspace may take everything, so that alone says nothing.
+    """
     keys = ["model", "cell", "train_seed", "layer"]
-    one = _inner(rows, "direction", claim, paper)
     one = one[(one["drop"] < MUCH) & (one["probe_accuracy"] > one["baseline"] + 0.1)][keys]
-    said, note = [], []
-    share = float("nan")
-    dose = _of(rows, "dose", claim, paper) if "dose" in set(rows["kind"]) else rows.iloc[:0]
-    whole = _inner(rows, "inlp", claim, paper).merge(one, on=keys)
+    said, note, shares = [], "", []
     for rank in (4, 16, 64):
         part = dose[dose["rank"] == rank].merge(one, on=keys) if len(dose) else dose
         if len(part):
             carries = (part["damage"] - part["damage_random"]) > 0.5
-            share = float(carries.mean())
+            shares.append(float(carries.mean()))
             said.append(f"{carries.sum()} of {len(part)} at rank {rank}")
+    whole = whole.merge(one, on=keys)
     if len(whole):
         carries = (whole["damage"] - whole["damage_random"]) > 0.5
         said.append(f"{carries.sum()} of {len(whole)} at its full rank (median {whole['rank'].median():.0f})")
         matched = (whole["effect"] > 0.5) & (whole["effect_against"] == "random_matched")
-        note = [f"Against random subspaces that remove as much variance, at full rank: {matched.sum()}."]
+        note = f"Against random subspaces that remove as much variance, at full rank: {matched.sum()}."
     if not said:
-        return [Claim(claim, paper, f"no readable inner layer loses less than {MUCH:.0%} by one direction")]
+        return Claim(*INLP, f"no readable inner layer loses less than {MUCH:.0%} by one direction")
     text = (
         f"{len(one)} readable inner layers lose less than {MUCH:.0%} by one direction; INLP costs half of the task more than "
         f"random subspaces of its rank at {', '.join(said)}"
     )
-    return [Claim(claim, paper, text, "", None if share != share else share > 0.5, " ".join(note))]
+    return Claim(*INLP, text, "", max(shares) > 0.5 if shares else None, note)
 
 
 def _chance(rows: pd.DataFrame) -> list[Claim]:

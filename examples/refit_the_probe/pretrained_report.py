@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 
 from probelens import plots
+from probelens.examples.refit_the_probe.claims import INLP, inlp_claim
 from probelens.examples.refit_the_probe.running import best, each
 from probelens.examples.refit_the_probe.setup import LABELS, TITLES
 from probelens.report import Chart, Claim, Section, Table, write_report
@@ -214,18 +215,11 @@ def _refit(rows: pd.DataFrame) -> list[Claim]:
 
 
 def _inlp(rows: pd.DataFrame) -> list[Claim]:
-    claim = "B. INLP against random subspaces of its rank: what looked inert carries most of the task"
-    paper, found, one = "reverses the conclusion", _inner(rows, "inlp"), _inner(rows, "direction")
-    if found.empty or one.empty:
-        return [Claim(claim, paper, "not run")]
-    keys = ["model", "cell", "train_seed", "layer"]
-    both = found.merge(one[[*keys, "drop"]].rename(columns={"drop": "one"}), on=keys)
-    both["beyond"] = both["damage"] - both["damage_random"]
-    inert = both[both["one"] < 0.1]
-    carries = inert["beyond"] > 0.5
-    said = f"of {len(inert)} readable inner layers that lose less than 10 % by one direction, {carries.sum()} lose half of the task or more beyond random subspaces of INLP's rank"  # fmt: skip
-    note = f"INLP takes {inert['rank'].median():.0f} directions in the median." if len(inert) else ""
-    return [Claim(claim, paper, said, "", bool(carries.mean() > 0.5) if len(inert) else None, note)]
+    whole, one = _inner(rows, "inlp"), _inner(rows, "direction")
+    if whole.empty or one.empty:
+        return [Claim(*INLP, "not run")]
+    dose = named(rows, "dose")
+    return [inlp_claim(one, whole, dose)]
 
 
 def _apart(at: pd.DataFrame) -> list[Claim]:
