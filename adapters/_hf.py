@@ -165,9 +165,11 @@ def load_pretrained(
             module = AutoModelForCausalLM.from_pretrained(
                 name, **({"dtype": dtype} if dtype else {}), **options
             )
-        except (OSError, ValueError) as err:
+        except Exception as err:
+            # Of a damaged folder transformers raises errors of every kind.
+            why = str(err) if isinstance(err, (OSError, ValueError)) else f"{type(err).__name__}: {err}"
             raise InputError(
-                f"can't load {name!r} as a causal language model: {err}\n"
+                f"can't load {name!r} as a causal language model: {why}\n"
                 "Give the id of a model on the Hugging Face hub or a folder made by save_pretrained()."
             ) from err
     module = module.eval() if device is None else module.eval().to(device)

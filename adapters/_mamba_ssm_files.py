@@ -56,7 +56,7 @@ def read_config(name: str, **hub: Any) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

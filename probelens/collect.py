@@ -299,7 +299,8 @@ class _Disk:
         try:
             found = json.loads(self.record.read_text())
             same, self.done, self.files = found["key"] == key, int(found["done"]), dict(found["files"])
-        except (ValueError, KeyError, TypeError, OSError) as err:
+            arrays = {name: (str(dtype), tuple(shape)) for name, (dtype, shape) in found["arrays"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as err:
             raise StoreError(
                 f"{str(self.record)!r} is damaged ({err}). Remove the folder or choose another."
             ) from err
@@ -309,20 +310,46 @@ class _Disk:
                 "Choose another folder, or remove this one."
             )
         for name, file in self.files.items():
-            self.maps[name] = self._open(folder / Path(file).name)
+            path = folder / Path(file).name
+            held = self._open(path)
+            if (held.dtype.str, held.shape) != arrays.get(name):
+                raise StoreError(
+                    f"{str(path)!r} holds {held.dtype} {held.shape}, which is not what was written there. "
+                    "Remove the folder to collect again."
+                )
+            self.maps[name] = held
 
     def _open(self, path: Path) -> Any:
         import numpy as np
 
         try:
+            _no_link(path)
+            # Read only first: for writing, numpy would fill up a file that was cut with zeros.
+            np.load(path, mmap_mode="r", allow_pickle=False)
             return np.load(path, mmap_mode="r+", allow_pickle=False)
-        except (OSError, ValueError) as err:
+        except (OSError, ValueError, EOFError) as err:
             raise StoreError(
                 f"{str(path)!r} can't be read: {err}. Remove the folder to collect again."
             ) from err
 
-    def put(self, start: int, found: Mapping[str, Tensor]) -> None:
+    def _new(self, path: Path, dtype: Any, shape: tuple[int, ...]) -> Any:
+        """A file with room for everything: a full disk shows now, not as a crash in the midst of writing."""
         import numpy as np
+
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _no_link(path)
+            made = np.lib.format.open_memmap(path, "w+", dtype, shape)
+            if hasattr(os, "posix_fallocate"):
+                with path.open("r+b") as file:
+                    os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+        except OSError as err:
+            if not path.is_symlink():
+                path.unlink(missing_ok=True)
+            raise StoreError(f"can't write to {str(self.folder)!r}: {err}") from err
+        return made
+
+    def put(self, start: int, found: Mapping[str, Tensor]) -> None:
 
         for i, (name, tensor) in enumerate(found.items()):
             if tensor.dtype == torch.bfloat16:
@@ -332,23 +359,24 @@ class _Disk:
             values = tensor.numpy()
             if name not in self.maps:
                 file = f"site_{i:03d}.npy"
-                try:
-                    self.folder.mkdir(parents=True, exist_ok=True)
-                    self.maps[name] = np.lib.format.open_memmap(
-                        self.folder / file, "w+", values.dtype, (self.n, *values.shape[1:])
-                    )
-                except OSError as err:
-                    raise StoreError(f"can't write to {str(self.folder)!r}: {err}") from err
+                self.maps[name] = self._new(self.folder / file, values.dtype, (self.n, *values.shape[1:]))
                 self.files[name] = file
             self.maps[name][start : start + len(values)] = values
         for held in self.maps.values():
             held.flush()
         self.done = start + len(next(iter(found.values())))
         with atomic_path(self.record) as part:
-            part.write_text(json.dumps({"key": self.key, "done": self.done, "files": self.files}))
+            arrays = {name: (held.dtype.str, held.shape) for name, held in self.maps.items()}
+            content = {"key": self.key, "done": self.done, "files": self.files, "arrays": arrays}
+            part.write_text(json.dumps(content))
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: torch.from_numpy(held) for name, held in self.maps.items()}
+
+
+def _no_link(path: Path) -> None:
+    if path.is_symlink():
+        raise OSError(f"{path.name} is a link: what is written to it would end up elsewhere")
 
 
 def _key(

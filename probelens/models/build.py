@@ -48,7 +48,7 @@ def build(config: FormalConfig) -> nn.Module:
             "Write build(FormalConfig('lstm', d_vocab=12))."
         )
     with _seeded(config.seed), torch.inference_mode(False):
-        model = _construct(config)
+        model = construct(config)
         with torch.no_grad():
             embedding_of(model).weight.normal_(0.0, config.embedding_std)
     model.formal_config = config  # type: ignore[assignment]
@@ -97,7 +97,8 @@ def _seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def _construct(config: FormalConfig) -> nn.Module:
+def construct(config: FormalConfig) -> nn.Module:
+    """The bare model, its weights wherever its class puts them."""
     if config.arch in ("lstm", "gru"):
         return RNNLM(
             config.arch,

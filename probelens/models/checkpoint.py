@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from probelens.errors import InputError, StoreError
-from probelens.models.build import build, config_of
+from probelens.models.build import build, config_of, construct
 from probelens.models.config import FormalConfig
 from probelens.results import write_tensors
 
@@ -85,16 +86,46 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device | None = No
             "probelens.PatchResult.load()."
         )
     try:
-        model = build(FormalConfig.from_dict(json.loads(header)["config"]))
+        fields = json.loads(header)["config"]
+        _check_sizes(fields, file)
+        model = build(FormalConfig.from_dict(fields))
         weights, own = load_file(file), model.state_dict()
         whole = [key for key in own if key in weights and not weights[key].is_floating_point()]
         if any(own[key].is_floating_point() for key in whole):
             # torch would turn integers into weights without a word.
             raise ValueError(f"{whole[0]!r} holds {weights[whole[0]].dtype}")
         model.load_state_dict(weights)
-    except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as err:
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, SafetensorError) as err:
         raise StoreError(f"{str(file)!r} does not fit the model it describes: {err}") from err
     return model if device is None else model.to(device)
+
+
+def _check_sizes(fields: dict[str, Any], file: Path) -> None:
+    """Raise ValueError where a model of this config has other tensors than the file, before one is made.
+
+    A forged config of a small file could ask for all the memory there is.
+    """
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        there = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+    most = max((size for shape in there.values() for size in shape), default=0)
+    for name, limit in {
+        "n_layers": len(there),
+        "d_vocab": most,
+        "d_model": most,
+        "hidden_size": most,
+    }.items():
+        value = fields.get(name)
+        if isinstance(value, int) and value > limit:
+            raise ValueError(f"{name}={value} is more than its {len(there)} tensors can be for")
+    with torch.device("meta"):
+        wanted = {
+            key: tuple(t.shape) for key, t in construct(FormalConfig.from_dict(fields)).state_dict().items()
+        }
+    for key in (*wanted, *there):
+        if wanted.get(key) != there.get(key):
+            raise ValueError(f"{key!r} is {there.get(key)} in the file, and must be {wanted.get(key)}")
 
 
 def _file(path: str | os.PathLike[str]) -> Path:
