@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from probelens.errors import InputError, ShapeError
 Array = NDArray[np.float64]
 Values = Any  # Tensor, array, or a sequence of one of these per seed
 Statistic = Callable[[Array], Array]
+Scale = Literal["linear", "logit"]
 
 _CHUNK = 2**22  # elements of a resampling table held at once
 
@@ -76,6 +77,21 @@ def calibrate(estimate: Array, raw: Array, half: Array, level: float) -> tuple[A
         low = np.where(flat, estimate - half, estimate + stretch * (low - centre))
         high = np.where(flat, estimate + half, estimate + stretch * (high - centre))
     return draws, low, high
+
+
+def calibrate_share(estimate: Array, raw: Array, half: Array, level: float) -> tuple[Array, Array, Array]:
+    """As ``calibrate``, for an interval of log odds that is taken back to shares.
+
+    Draws go to log odds along the tangent at the estimate, so that one of exactly 0 or 1 stays finite.
+    """
+    inside = (estimate > 0) & (estimate < 1)
+    share = np.where(inside, estimate, 0.5)
+    slope = share * (1 - share)
+    odds = np.log(share / (1 - share))
+    with np.errstate(over="ignore"):
+        found = calibrate(odds, raw / slope, half / slope, level)
+        draws, low, high = (1 / (1 + np.exp(-x)) for x in found)
+    return tuple(np.where(inside, x, estimate) for x in (draws, low, high))  # type: ignore[return-value]
 
 
 def _quantiles(draws: Array, level: float) -> tuple[Array, Array]:

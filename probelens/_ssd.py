@@ -34,6 +34,7 @@ def ssd_scan(
     initial_state: Tensor | None = None,
     *,
     read_states: bool = False,
+    need_state: bool = True,
     method: str = "chunks",
 ) -> ScanOutput:
     """Mamba-2's recurrence over a whole sequence.
@@ -50,6 +51,8 @@ def ssd_scan(
         D: Weight of the skip connection from ``x`` to ``y``. (heads,) or (heads, d_head)
         initial_state: State before the first step; zero if None. (batch, heads, d_head, d_state)
         read_states: Also give the state after every step: batch * pos * heads * d_head * d_state numbers.
+        need_state: False where nobody asks for the last state, which is then empty: it is a third of the work
+            on sequences of one chunk.
         method: "chunks", or "steps" for one step after the other.
 
     Returns:
@@ -78,7 +81,8 @@ def ssd_scan(
     with torch.autocast(x.device.type, enabled=False):
         dtype = compute_dtype(x)
         x, dt, A, B, C = (v.to(dtype) for v in (x, dt, A, B, C))
-        y, last = _chunks(x, dt, A, B, C, _first_state(x, B, initial_state))
+        first = None if initial_state is None else _first_state(x, B, initial_state)
+        y, last = _chunks(x, dt, A, B, C, first, need_state)
         if D is not None:
             y = y + x * _per_head(D, dtype)
         states = _all_states(x, dt, A, B, C, initial_state) if read_states else None
@@ -117,7 +121,9 @@ def ssd_stopping(
     return ScanOutput(*run_between(steps, length, initial_state, run, read, on_state))
 
 
-def _chunks(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def _chunks(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, first: Tensor | None, need_state: bool
+) -> tuple[Tensor, Tensor]:
     batch, length, heads, d_head = x.shape
     groups, d_state = B.shape[2:]
     q = min(_CHUNK, length)
@@ -135,17 +141,21 @@ def _chunks(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tenso
     upper = torch.ones(q, q, dtype=torch.bool, device=x.device).triu(1)
     between = (total[..., :, None] - total[..., None, :]).masked_fill(upper, -torch.inf).to(x.dtype).exp()
     inside = ((C @ B.transpose(-1, -2)) * between) @ u
-    to_end = (total[..., -1:] - total).to(x.dtype).exp()
-    written = (u * to_end[..., None]).transpose(-1, -2) @ B
     since_start = total.to(x.dtype).exp()
-    state = state.unflatten(1, (groups, -1))
-    before = []
+    # A chunk's end is the start of the next one; after the last one it is the state to return.
+    ends = total.shape[1] - (not need_state)
+    to_end = (total[:, :ends, ..., -1:] - total[:, :ends]).to(x.dtype).exp()
+    written = (u[:, :ends] * to_end[..., None]).transpose(-1, -2) @ B[:, :ends]
+    states = [(_first_state(x, B, None) if first is None else first).unflatten(1, (groups, -1))]
     for chunk_decay, chunk_written in zip(since_start[..., -1].unbind(1), written.unbind(1)):
-        before.append(state)
-        state = torch.addcmul(chunk_written, chunk_decay[..., None, None], state)
-    carried = (C @ torch.stack(before, dim=1).transpose(-1, -2)) * since_start[..., None]
-    y = (inside + carried).permute(0, 1, 4, 2, 3, 5).reshape(batch, length + pad, heads, d_head)
-    return y[:, :length], state.reshape(batch, heads, d_head, d_state)
+        states.append(torch.addcmul(chunk_written, chunk_decay[..., None, None], states[-1]))
+    y = inside
+    if first is not None or total.shape[1] > 1:
+        before = states[: total.shape[1]]
+        start = before[0][:, None] if len(before) == 1 else torch.stack(before, dim=1)
+        y = y + (C @ start.transpose(-1, -2)) * since_start[..., None]
+    y = y.permute(0, 1, 4, 2, 3, 5).reshape(batch, length + pad, heads, d_head)
+    return y[:, :length], states[-1].reshape(batch, heads, d_head, d_state) if need_state else x.new_empty(0)
 
 
 def _all_states(

@@ -171,7 +171,7 @@ def mamba_mixer(
     x, dt = offer(tap, "hook_ssm_x", x), offer(tap, "hook_ssm_dt", dt)
     B, C = offer(tap, "hook_ssm_B", B), offer(tap, "hook_ssm_C", C)
     dtype = compute_dtype(x)
-    scan = _tapped_scan(tap, x, dt, -torch.exp(m.A_log.to(dtype)), B, C, m.D, ssm_state, offset)
+    scan = _tapped_scan(tap, x, dt, -torch.exp(m.A_log.to(dtype)), B, C, m.D, ssm_state, offset, return_state)
     y = offer(tap, "hook_ssm_y", scan.y)
     y = y * offer(tap, "hook_gate", F.silu(z))
     out = offer(tap, "hook_out", m.out_proj(y.to(hidden.dtype)))
@@ -238,7 +238,7 @@ def mamba2_mixer(
     C = offer(tap, "hook_ssm_C", C.unflatten(-1, (groups, -1)))
     dtype = compute_dtype(x)
     D = m.D if m.D.shape[0] == heads else m.D.unflatten(0, (heads, -1))
-    scan = _tapped_scan(tap, x, dt, -torch.exp(m.A_log.to(dtype)), B, C, D, ssm_state, offset)
+    scan = _tapped_scan(tap, x, dt, -torch.exp(m.A_log.to(dtype)), B, C, D, ssm_state, offset, return_state)
     y = offer(tap, "hook_ssm_y", scan.y).flatten(2)
     gate = offer(tap, "hook_gate", F.silu(z.to(dtype)))
     norm = getattr(m, "norm", None)
@@ -329,7 +329,7 @@ def causal_conv(
 
 def _tapped_scan(
     tap: Tap, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor | None,
-    offset: int,
+    offset: int, need_state: bool,
 ) -> ScanOutput:  # fmt: skip
     length = x.shape[1]
     ssd = A.ndim == 1
@@ -346,8 +346,10 @@ def _tapped_scan(
     reads = tap.wants("hook_ssm_state") and not tap.edits("hook_ssm_state")
     edits = tap.wants("hook_ssm_state") and not reads
     if not edits and write is None:
-        run = ssd_scan if ssd else selective_scan
-        out = run(x, dt, A, B, C, D, state, read_states=reads)
+        if ssd:
+            out = ssd_scan(x, dt, A, B, C, D, state, read_states=reads, need_state=need_state)
+        else:
+            out = selective_scan(x, dt, A, B, C, D, state, read_states=reads)
     else:
 
         def on_state(step: int, state: Tensor) -> Tensor:

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from probelens._bootstrap import (
     Array,
+    Scale,
     Statistic,
     Values,
     as_tensor,
     by_seed,
     calibrate,
+    calibrate_share,
     identity,
     resample,
     t_quantile,
@@ -119,6 +121,7 @@ def hierarchical_bootstrap(
     seeds: ArrayLike | Tensor | None = None,
     *,
     statistic: Statistic | None = None,
+    scale: Scale = "linear",
     n_draws: int = 2000,
     level: float = 0.95,
     seed: int = 0,
@@ -130,8 +133,9 @@ def hierarchical_bootstrap(
     seeds, and their spread is too small by sqrt((S-1)/S). So the draws give the interval its skew
     only, and its width is Student's: 2 t(S-1) times the standard error of the S seeds' statistics.
     For normal seed effects this is the exact t interval, whatever the share of variance within
-    seeds; it also holds for accuracies short of the ceiling (see ``coverage`` to check a design).
-    It can't hold when one seed in ten behaves differently and the sample has none of those.
+    seeds (see ``coverage`` to check a design). Accuracies near the ceiling are skewed, and
+    ``scale="logit"`` covers better there: the same interval of log odds, taken back to a fraction.
+    Neither can hold when one seed in ten behaves differently and the sample has none of those.
     When all seeds are scored on the same sequences, it speaks of other seeds on these sequences.
 
     Args:
@@ -141,6 +145,8 @@ def hierarchical_bootstrap(
         seeds: Seed of each row of flat ``values``. (row,)
         statistic: Function of a seed's mean vector, vectorised over leading axes:
             (..., *features) -> (..., *out). Default: the mean itself.
+        scale: "logit" for accuracies and other shares, which stay between 0 and 1. Not for what may
+            be of either sign, as a drop is. A share of exactly 0 or 1 has no interval beside itself.
         n_draws: Bootstrap draws.
         level: Nominal coverage.
         seed: Seeds the draws.
@@ -151,14 +157,16 @@ def hierarchical_bootstrap(
 
     Raises:
         ShapeError: Features or lengths that don't fit together.
-        InputError: NaN, no examples, or an impossible level.
+        InputError: NaN, no examples, an impossible level, or ``scale="logit"`` for numbers that aren't
+            between 0 and 1.
 
     Units:
         Those of the statistic.
 
     Source:
         Davison and Hinkley 1997, section 3.8 (nested resampling); Hesterberg 2015,
-        arXiv 1411.5279, section 5 (narrowness bias of percentiles in small samples).
+        arXiv 1411.5279, section 5 (narrowness bias of percentiles in small samples); Korn and Graubard
+        1999, Analysis of Health Surveys (logit limits of shares in clustered samples).
 
     Examples:
         >>> values = [[0.9, 1.0, 0.8], [0.7, 0.9, 0.8]]
@@ -172,6 +180,7 @@ def hierarchical_bootstrap(
         [1.0],
         None if seeds is None else [seeds],
         statistic=statistic,
+        scale=scale,
         n_draws=n_draws,
         level=level,
         seed=seed,
@@ -184,6 +193,7 @@ def contrast(
     seeds: Sequence[ArrayLike | Tensor | None] | None = None,
     *,
     statistic: Statistic | None = None,
+    scale: Scale = "linear",
     n_draws: int = 2000,
     level: float = 0.95,
     seed: int = 0,
@@ -198,6 +208,7 @@ def contrast(
         weights: One per group, such as ``[1, -1]`` for a difference.
         seeds: Seed of each row, for each group whose values are flat.
         statistic: As in ``hierarchical_bootstrap``.
+        scale: As in ``hierarchical_bootstrap``.
         n_draws: Bootstrap draws.
         level: Nominal coverage.
         seed: Seeds the draws.
@@ -208,7 +219,7 @@ def contrast(
 
     Raises:
         ShapeError: Groups and weights, or features, that don't fit together.
-        InputError: NaN, no examples, or an impossible level.
+        InputError: NaN, no examples, an impossible level, or numbers that don't fit the scale.
 
     Source:
         Welch 1947, Biometrika 34.
@@ -223,6 +234,8 @@ def contrast(
         raise InputError(f"n_draws must be at least 2, got {n_draws}; 2000 is usual")
     if len(groups) != len(weights) or (seeds is not None and len(seeds) != len(groups)):
         raise ShapeError(f"{len(groups)} groups need as many weights (and seeds), got {len(weights)}")
+    if scale not in ("linear", "logit"):
+        raise InputError(f"scale {scale!r} is not known. Allowed: 'linear', 'logit'")
     function = statistic if statistic is not None else identity
     rng = np.random.default_rng(seed)
     z, parts, n_examples, single = float(t_quantile(level, np.inf)), [], 0, False
@@ -234,7 +247,7 @@ def contrast(
     shapes = {p[0].shape[1:] for p in parts}
     if len(shapes) > 1:
         raise ShapeError(f"groups differ in the features of their statistic: {sorted(shapes)}")
-    estimate = sum(w * p[0].mean(axis=0) for w, p in zip(weights, parts))
+    estimate = np.asarray(sum(w * p[0].mean(axis=0) for w, p in zip(weights, parts)))
     raw = sum(w * p[1] for w, p in zip(weights, parts))
     var = [w**2 * p[2] for w, p in zip(weights, parts)]
     total = np.asarray(sum(var))
@@ -242,7 +255,13 @@ def contrast(
         df = total**2 / sum(v**2 / p[3] for v, p in zip(var, parts))
     df = np.where(np.isfinite(df), df, float(sum(p[3] for p in parts)))
     half = t_quantile(level, df) * np.sqrt(total)
-    draws, low, high = calibrate(np.asarray(estimate), np.asarray(raw), half, level)
+    if scale == "logit" and not ((estimate >= 0) & (estimate <= 1)).all():
+        raise InputError(
+            f'scale="logit" is for shares between 0 and 1, got {estimate.min():.4g} to {estimate.max():.4g}. '
+            'Give scale="linear" for what may be of either sign.'
+        )
+    move = calibrate_share if scale == "logit" else calibrate
+    draws, low, high = move(estimate, np.asarray(raw), half, level)
     return Interval(
         estimate=as_tensor(estimate),
         low=as_tensor(low),
@@ -346,6 +365,7 @@ def coverage(
     between: float = 1.0,
     within: float = 1.0,
     accuracy: float | None = None,
+    scale: Scale = "linear",
     n_datasets: int = 1000,
     n_draws: int = 400,
     level: float = 0.95,
@@ -360,6 +380,7 @@ def coverage(
         within: Standard deviation of examples within a seed; unused when ``accuracy`` is given.
         accuracy: None for normal values; otherwise examples are right or wrong, with this
             median accuracy over seeds.
+        scale: As in ``hierarchical_bootstrap``.
         n_datasets: Data sets to simulate.
         n_draws: Bootstrap draws for each.
         level: Nominal coverage.
@@ -374,20 +395,20 @@ def coverage(
         ['coverage', 'error', 'percentile', 'width']
     """
     rng = np.random.default_rng(seed)
-    truth, scale = 0.0, 1.0
+    truth, odds = 0.0, 0.0
     if accuracy is not None:
-        scale = float(np.log(accuracy / (1 - accuracy)))
+        odds = float(np.log(accuracy / (1 - accuracy)))
         nodes, mass = np.polynomial.hermite_e.hermegauss(64)
-        truth = float((mass / mass.sum()) @ (1 / (1 + np.exp(-(scale + between * nodes)))))
+        truth = float((mass / mass.sum()) @ (1 / (1 + np.exp(-(odds + between * nodes)))))
     hits, plain, width = 0, 0, 0.0
     for i in range(n_datasets):
         effect = between * rng.standard_normal((n_seeds, 1))
         if accuracy is None:
             values = effect + within * rng.standard_normal((n_seeds, n_examples))
         else:
-            right = 1 / (1 + np.exp(-(scale + effect)))
+            right = 1 / (1 + np.exp(-(odds + effect)))
             values = (rng.random((n_seeds, n_examples)) < right).astype(np.float64)
-        found = hierarchical_bootstrap(values, n_draws=n_draws, level=level, seed=seed + i)
+        found = hierarchical_bootstrap(values, scale=scale, n_draws=n_draws, level=level, seed=seed + i)
         hits += bool(found.low <= truth <= found.high)
         width += float(found.high - found.low) / n_datasets
         raw = resample(list(values), identity, n_draws, np.random.default_rng(seed + i), level, 1.0)[1]

@@ -267,6 +267,23 @@ class TestSSD:
         for left, right in zip(a, b):
             torch.testing.assert_close(left, right, atol=1e-11, rtol=1e-11)
 
+    @pytest.mark.parametrize("length", [1, 7, 64, 65, 150])
+    @pytest.mark.parametrize("begun", [False, True])
+    def test_what_nobody_asks_for_is_left_out_and_changes_nothing(self, length: int, begun: bool) -> None:
+        *inputs, first = ssd_inputs(length)
+        start = first if begun else None
+        with Allocations() as with_state, torch.no_grad():
+            whole = ssd_scan(*inputs, start)
+        with Allocations() as without, torch.no_grad():
+            part = ssd_scan(*inputs, start, need_state=False)
+        assert torch.equal(whole.y, part.y)
+        assert part.state.numel() == 0 < whole.state.numel()
+        size = whole.state.numel()
+        assert without.at_least(size) < with_state.at_least(size)
+        torch.testing.assert_close(
+            whole.y, ssd_scan(*inputs, torch.zeros_like(first) if start is None else first).y
+        )
+
     def test_equals_the_selective_scan_with_a_spread_out(self) -> None:
         x, dt, A, B, C, D, first = (t.detach() for t in ssd_inputs(9))
         for head in range(4):

@@ -36,6 +36,43 @@ def test_intervals_cover_95_percent_of_nested_data_sets(design, options):
     assert 0.93 <= found["coverage"] <= 0.97, found
 
 
+@pytest.mark.parametrize("n_seeds", [3, 4])
+def test_log_odds_cover_where_accuracies_are_near_the_ceiling_and_seeds_far_apart(n_seeds):
+    options = {"n_examples": 200, "accuracy": 0.95, "between": 1.0, "n_datasets": 1000, "n_draws": 200}
+    linear, logit = (coverage(n_seeds, scale=scale, **options) for scale in ("linear", "logit"))
+    assert linear["coverage"] < 0.915, "the control: Student's width alone is not enough here"
+    assert 0.93 <= logit["coverage"] <= 0.97, logit
+
+
+def test_the_width_in_log_odds_is_the_t_interval_of_the_survey_literature():
+    from scipy import special, stats
+
+    values = (
+        np.random.default_rng(0).random((5, 80)) < np.array([0.99, 0.9, 0.97, 0.8, 0.95])[:, None]
+    ) * 1.0
+    found = hierarchical_bootstrap(values, scale="logit")
+    p, se = values.mean(), stats.sem(values.mean(axis=1))
+    width = special.logit(float(found.high)) - special.logit(float(found.low))
+    assert width == pytest.approx(2 * stats.t.ppf(0.975, 4) * se / (p * (1 - p)), rel=1e-9)
+    assert 0 < float(found.low) < p < float(found.high) < 1
+    ends = np.quantile(found.draws.numpy(), [0.025, 0.975])
+    assert ends == pytest.approx([float(found.low), float(found.high)])
+    assert float(hierarchical_bootstrap(values).high) > 1, (
+        "the control: the linear one leaves the range of shares"
+    )
+
+
+def test_log_odds_are_symmetric_and_of_a_perfect_score_say_nothing():
+    values = (np.random.default_rng(0).random((4, 60)) < 0.9) * 1.0
+    right, wrong = (hierarchical_bootstrap(v, scale="logit") for v in (values, 1 - values))
+    assert float(right.low) == pytest.approx(1 - float(wrong.high))
+    perfect = hierarchical_bootstrap(np.ones((3, 20)), scale="logit")
+    assert (float(perfect.low), float(perfect.estimate), float(perfect.high)) == (1.0, 1.0, 1.0)
+    both = hierarchical_bootstrap(np.stack([values, np.ones_like(values)], axis=-1), scale="logit")
+    assert float(both.low[0]) == pytest.approx(float(right.low), abs=0.02)
+    assert float(both.low[1]) == 1.0
+
+
 def test_plain_percentiles_cover_too_little_with_few_seeds():
     # The control: without the correction the same simulation misses the truth far too often.
     found = coverage(5, 50, within=0.5, n_datasets=400, n_draws=200)
@@ -168,6 +205,8 @@ def test_ratio_of_means_interval_covers_for_a_noisy_ratio():
         (lambda: hierarchical_bootstrap([1.0]), "more examples or more seeds"),
         (lambda: hierarchical_bootstrap([1.0, 2.0], level=95), "between 0 and 1"),
         (lambda: ratio_of_means([1.0, 2.0], [-1.0, 1.0]), "no gap"),
+        (lambda: hierarchical_bootstrap([-0.2, -0.1], scale="logit"), "of either sign"),
+        (lambda: hierarchical_bootstrap([0.2, 0.1], scale="log"), "'linear', 'logit'"),
     ],
 )
 def test_impossible_requests_say_what_to_do(call, words):
@@ -192,16 +231,25 @@ def test_interval_round_trips_and_tabulates(tmp_path):
 
 
 if __name__ == "__main__":  # prints the table of coverages in docs/api/stats.md
-    print("| seeds | examples | between | values | coverage | plain percentiles |")
-    print("|---|---|---|---|---|---|")
-    for n_seeds in (3, 4, 5, 6, 10):
+    print("| seeds | examples | between | values | linear | logit | plain percentiles |")
+    print("|---|---|---|---|---|---|---|")
+    for n_seeds in (3, 4, 5, 6, 8):
         for name, n_examples, between, accuracy in [
             ("normal, sd 1", 100, 1.0, None),
             ("normal, sd 1", 100, 0.1, None),
             ("accuracy near 0.8", 200, 0.5, 0.8),
             ("accuracy near 0.95", 200, 0.5, 0.95),
             ("accuracy near 0.95, seeds far apart", 200, 1.0, 0.95),
+            ("accuracy near 0.99, seeds far apart", 200, 1.0, 0.99),
+            ("accuracy near 0.9, seeds very far apart", 200, 1.5, 0.9),
         ]:
-            row = coverage(n_seeds, n_examples, between=between, accuracy=accuracy, n_datasets=2000)
-            rates = f"{row['coverage']:.1%} | {row['percentile']:.1%}"
-            print(f"| {n_seeds} | {n_examples} | {between} | {name} | {rates} |", flush=True)
+            options = {"between": between, "accuracy": accuracy, "n_datasets": 2000}
+            row = coverage(n_seeds, n_examples, **options)
+            logit = coverage(n_seeds, n_examples, scale="logit", **options) if accuracy else None
+            rates = (
+                f"{row['coverage']:.1%} | {logit['coverage']:.1%}" if logit else f"{row['coverage']:.1%} |"
+            )
+            print(
+                f"| {n_seeds} | {n_examples} | {between} | {name} | {rates} | {row['percentile']:.1%} |",
+                flush=True,
+            )
