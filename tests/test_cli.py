@@ -562,6 +562,8 @@ def started(code: str, *words: object, cwd: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, words)], cwd=cwd, env=env, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, start_new_session=True,
+        # A shell starts what runs in its background deaf to Ctrl-C, and the tests may run there.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
 
 
