@@ -19,6 +19,7 @@ BASELINES = {
     "majority": "majority class",
     "position": "position only",
     "last_w": "last w tokens",
+    "embedding": "embedding",
     "untrained": "untrained model",
 }
 
@@ -47,8 +48,8 @@ def layer_profile(
             * ``site`` (optional): the hook point; a layer whose site is the final norm is labelled "norm".
             * ``y``: the value, a fraction of 1 if ``percent``. NaN or None leaves a gap.
             * ``lo``, ``hi`` (optional): the bounds of its interval, drawn as a band.
-            * one column per baseline (optional), by default any of ``majority``, ``position``, ``last_w`` and
-              ``untrained`` that are there, in the unit of ``y``. A baseline that is the same for every row of
+            * one column per baseline (optional), by default any of ``majority``, ``position``, ``last_w``,
+              ``embedding`` and ``untrained`` that are there, in the unit of ``y``. A baseline that is the same for every row of
               a panel is one grey dashed line; one that differs is a dashed line for each series, in its
               colour.
             * ``color``, ``facet`` (optional): names.

@@ -20,6 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import probelens as pl
 from probelens import _plot_style as style
 from probelens import plots
 from probelens.errors import InputError, ShapeError
@@ -209,6 +210,24 @@ def test_baselines_are_one_dashed_line_where_constant_and_one_per_series_where_n
     assert untrained["untrained model, LSTM"].line.color == named(fig, "LSTM").line.color
     none = plots.layer_profile(rows, color="model", baselines={})
     assert not [t for t in none.data if t.name and "untrained" in t.name]
+
+
+def test_a_probe_result_is_drawn_beside_its_embedding() -> None:
+    gen = torch.Generator().manual_seed(0)
+    y = torch.randint(2, (60, 4), generator=gen)
+    noise = torch.randn(60, 4, 6, generator=gen)
+    told = noise + 6.0 * y[..., None] * torch.eye(6)[0]
+    sites = {"hook_embed": noise, "blocks.0.hook_resid_post": told, "blocks.1.hook_resid_post": told}
+    layers = {name: at for at, name in enumerate(sites, start=-1)}
+    found = pl.probe(pl.Activations(sites, layers=layers), y)
+    fig = found.plot()
+    first = found.row("hook_embed")["accuracy"]
+    assert first < 0.7 < 0.9 < found.row("blocks.0.hook_resid_post")["accuracy"]
+    assert list(named(fig, "embedding").y) == [pytest.approx(first)] * 3
+    assert named(fig, "embedding").line.dash != "solid"
+    inside = {name: x for name, x in sites.items() if name != "hook_embed"}
+    without = pl.probe(pl.Activations(inside, layers=layers), y).plot()
+    assert not [t for t in without.data if t.name == "embedding"]
 
 
 def test_panels_share_one_legend_entry_per_name() -> None:
