@@ -26,6 +26,7 @@ __all__ = [
     "Metric",
     "Runs",
     "accuracy_chance",
+    "check_finite",
     "draw",
     "label_of",
     "run",
@@ -100,6 +101,7 @@ def draw(
                 f"{name!r} has activations {tuple(acts[name].shape)}; a subspace is removed from (example, pos, d). "
                 "Choose a point without further axes, or ablate_component() for heads and states."
             )
+        check_finite(name, acts[name], mask)
         real = acts[name][mask]
         if real.shape[-1] != space.d:
             raise ShapeError(
@@ -112,6 +114,26 @@ def draw(
         out.append(Drawn(about, space if space.rank else None))
         out += [Drawn({**site, "condition": kind, "draw": i, "rank": q.rank}, q) for kind, i, q in drawn]
     return out
+
+
+def check_finite(name: str, x: Tensor, mask: Tensor) -> None:
+    """Refuse NaN and infinity where labels count, by the name of the site.
+
+    Args:
+        name: Hook point.
+        x: Activations. (example, pos, ...)
+        mask: Where labels count. (example, pos)
+
+    Raises:
+        InputError: The site, how many positions, and the first of them.
+    """
+    bad = (~torch.isfinite(x)).flatten(2).any(-1).cpu() & mask.cpu()
+    if bool(bad.any()):
+        example, pos = bad.nonzero()[0].tolist()
+        raise InputError(
+            f"activations at {name!r} hold NaN or infinity at {int(bad.sum())} of {int(mask.sum())} positions, first in "
+            f"sequence {example} at position {pos}. Check the model up to there, or leave these positions out of the mask."
+        )
 
 
 def _controls(
@@ -317,6 +339,12 @@ def _metric(metric: Metric, target: str) -> Callable[..., Tensor]:
                 raise MetricError(
                     f"label {target!r} has class {high}, but the model has {logits.shape[-1]} logits. "
                     'Give target= the label that the model answers with, or metric="next_token_loss".'
+                )
+            if bool(logits.isnan().any(-1)[mask].any()):
+                # The argmax of NaN is a class like any other.
+                raise MetricError(
+                    "the model's logits hold NaN, so there is no answer to score. Look for the first site with NaN in "
+                    'pl.collect(model, batch, "layers").'
                 )
             return (logits.argmax(-1) == answer).float()
 

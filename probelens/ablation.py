@@ -153,8 +153,8 @@ def ablate(
     Raises:
         UnknownHookError: A site that the model doesn't have.
         ShapeError: A subspace of another width, or a site with axes beside (batch, pos, d).
-        InputError: An unknown label, metric or control, or something that is no subspace.
-        MetricError: The model has fewer logits than the label has classes.
+        InputError: An unknown label, metric or control, something that is no subspace, or NaN at a site.
+        MetricError: The model has fewer logits than the label has classes, or they hold NaN.
 
     Source:
         arXiv 2606.00926 v2 (refit and matched controls); Ravfogel et al. 2020, arXiv 2004.07667.

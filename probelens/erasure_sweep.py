@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from probelens._ablating import CONTROLS, Control, Metric, label_of
+from probelens._ablating import CONTROLS, Control, Metric, check_finite, label_of
 from probelens.ablation import MARGIN, AblationResult, ablate
 from probelens.collect import collect
 from probelens.erasure import LeaceFitter
@@ -139,7 +139,7 @@ def erase(
     Raises:
         UnknownHookError: A site that the model doesn't have.
         ShapeError: Batches of different lengths are fine, but a site must give (batch, pos, d).
-        InputError: An unknown method or label, one class only, or the two batches share sequences.
+        InputError: An unknown method or label, one class only, NaN at a site, or the two batches share sequences.
 
     Units:
         Five sites of a 4-layer model of width 128, 2,000 sequences of 40 tokens to fit on, 200 to
@@ -234,6 +234,7 @@ def _activations(model: HookedModel, batch: Any, names: list[str], batch_size: i
             raise ShapeError(
                 f"{name!r} has activations {tuple(x.shape)}; a variable is erased from (example, pos, d)"
             )
+        check_finite(name, x, batch.mask)
     return found
 
 

@@ -463,6 +463,38 @@ def test_errors_say_what_is_allowed() -> None:
         pl.ablate(heads, some, {"blocks.0.attn.hook_z": subspaces.random(1, 4)}, controls=0, refit=False)
 
 
+@pytest.mark.parametrize("method", ["ablate", "leace", "inlp"])
+def test_nan_is_refused_by_the_name_of_its_site(method: str) -> None:
+    model, batch = known(n=40)
+    _, other = known(n=40, seed=1)
+    with torch.no_grad():
+        model.module.layers[1].weight[0, 0] = float("nan")  # type: ignore[index, union-attr]
+    whole, nan = "blocks.0.hook_resid_post", "blocks.1.hook_resid_post"
+    calls = {
+        "ablate": lambda: pl.ablate(model, batch, {whole: axes(0), nan: axes(0)}, label="answer", controls=2),
+        "leace": lambda: pl.erase(model, batch, other, label="answer", sites=[whole, nan]),
+        "inlp": lambda: pl.erase(model, batch, other, label="answer", sites=[whole, nan], method="inlp"),
+    }
+    with pytest.raises(pl.InputError, match=rf"'{nan}' hold NaN .* 200 of 200 .* sequence 0 at position 0"):
+        calls[method]()
+    with pytest.raises(pl.MetricError, match="logits hold NaN"):
+        pl.ablate(model, batch, {whole: axes(0)}, label="answer", controls=0, refit=False)
+
+
+def test_nan_where_no_label_counts_is_nobodys_business() -> None:
+    model, batch = known(n=40, bos=True)
+    site = "blocks.0.hook_resid_post"
+
+    def spoil(tensor: Tensor, hook: pl.HookPoint) -> Tensor:
+        tensor = tensor.clone()
+        tensor[:, 0] = float("nan")
+        return tensor
+
+    with model.hooks([(site, spoil)]):
+        row = target(pl.ablate(model, batch, {site: axes(0)}, label="answer", controls=2))
+    assert row["clean"] == 1.0
+
+
 def test_one_point_under_two_names_is_refused() -> None:
     model, tokens = pl.wrap(zoo.build("mamba")), zoo.tokens(4, 6)
     batch, space = pl.Batch(tokens, {"answer": tokens}), subspaces.random(1, zoo.WIDTH)
