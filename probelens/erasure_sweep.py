@@ -143,7 +143,8 @@ def erase(
 
     Units:
         Five sites of a 4-layer model of width 128, 2,000 sequences of 40 tokens to fit on, 200 to
-        measure on, 20 draws of each control: 15 to 50 s of one core, depending on the architecture.
+        measure on, 20 draws of each control: 11 to 21 s on two cores, 15 to 38 s on one, depending on the
+        architecture.
 
     Source:
         Belrose et al. 2023, arXiv 2306.03819; Ravfogel et al. 2020, arXiv 2004.07667; the question is

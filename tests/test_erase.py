@@ -351,3 +351,28 @@ def test_a_trained_model_is_swept_layer_by_layer() -> None:
     assert by_layer[0]["drop"] > 0.2
     x = collect(model, data["held"], "blocks.0.hook_resid_post")["blocks.0.hook_resid_post"]
     assert x.shape[-1] == 32
+
+
+if __name__ == "__main__":  # prints the table of times in docs/api/erasure_sweep.md
+    import time
+
+    task = pl.tasks.Dyck(k=2, max_depth=10, noop=0.2, target="state", bos=True)
+    parts = task.splits({"fit": 2000, "held": 200}, length=40, seed=0)
+    print("| architecture | LEACE, 1 thread | 2 threads | INLP, 1 thread | 2 threads |")
+    print("|---|---|---|---|---|")
+    for arch in ("transformer", "lstm", "gru", "mamba", "mamba2"):
+        model = pl.wrap(pl.models.build(pl.models.FormalConfig.for_task(arch, task, embedding_std=1.0)))
+        said = [arch]
+        for name, n_fit in (("leace", 2000), ("inlp", 1000)):
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                begun, used = time.perf_counter(), time.process_time()
+                kw = {"label": "depth", "target": "state", "method": name, "batch_size": 100}
+                pl.erase(model, parts["fit"][:n_fit], parts["held"], **kw)
+                wall, used = time.perf_counter() - begun, time.process_time() - used
+                said.append(
+                    f"{wall:.0f} s"
+                    if wall < 1.1 * used / threads
+                    else f"{wall:.0f} s (busy: CPU {used:.0f} s)"
+                )
+        print("| " + " | ".join(said) + " |", flush=True)
