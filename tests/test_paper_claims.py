@@ -210,6 +210,27 @@ def test_figures_come_from_rows_alone(name: str) -> None:
     assert any(pytest.approx(y) == wanted for y in shown if len(y) == len(wanted))
 
 
+def test_a_figure_without_rows_is_none_and_with_damaged_ones_an_error() -> None:
+    rows = pd.DataFrame(behaviour("lstm", "parity", *PERFECT))
+    assert [name for name in FIGURES if FIGURES[name][0](rows) is not None] == ["behaviour"]
+    with pytest.raises(KeyError):
+        FIGURES["behaviour"][0](rows.drop(columns="length"))
+
+
+def test_length_transfer_shows_inner_layers_only() -> None:
+    rows = [
+        {**cell("lstm", "parity"), "kind": "length", "span": "all", "label": "state", "what": "leace", "layer": layer,
+         "length": n, "drop": drop, "lo": drop, "hi": drop}
+        for layer, drop in ((-1, 0.5), (0, 0.1), (1, 0.3), (3, 0.4))
+        for n in (40, 80)
+    ]  # fmt: skip
+    figure = FIGURES["transfer"][0](pd.DataFrame(rows))
+    assert figure is not None
+    assert [list(t.y) for t in figure.data if t.name == "LSTM"] == [[0.3, 0.3]], (
+        "not the embedding, not the last block"
+    )
+
+
 def test_what_is_published_can_be_published_again(tmp_path: Path) -> None:
     trained = {
         **cell("lstm", "parity"),

@@ -32,10 +32,10 @@ from probelens.examples.refit_the_probe.running import (
     identity,
     is_mamba,
     quiet,
-    report_failures,
+    run_cells,
     untrained,
 )
-from probelens.experiments import RunRecord, Status, Store, cell_key, run_grid, versions
+from probelens.experiments import RunRecord, Status
 from probelens.indices import READABLE, STATISTICS, profile_statistics, verdict
 from probelens.probing.splits import split_by_group
 from probelens.tasks.data import Batch
@@ -313,16 +313,16 @@ def run(config: Config, progress: bool = True) -> Path:
     """
     if not (config.model and config.seeds) or config.every < 1:
         raise pl.InputError("model and seeds must name at least one each, and every must be at least 1")
-    store, cells = Store(config.out), config.cells()
-    record = RunRecord(
-        "paper-code-depth", dataclasses.asdict(config), [cell_key(cell) for cell in cells], versions()
+    free = (*FREE, "every")
+    return run_cells(
+        "paper-code-depth",
+        config,
+        config.cells(),
+        run_cell,
+        free,
+        progress,
+        lambda record: report(config, record),
     )
-    record.start(store.folder, free=(*FREE, "every"))
-    done = run_grid(run_cell, cells, store, workers=config.workers, progress=progress)
-    if store.keys():
-        report(config, record)
-    report_failures(done, store)
-    return store.folder
 
 
 def report(config: Config, record: RunRecord) -> Path:

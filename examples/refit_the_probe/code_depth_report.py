@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from probelens import plots
-from probelens.examples.refit_the_probe.running import best, each
+from probelens.examples.refit_the_probe.running import best, each, write_claims
 from probelens.report import Chart, Claim, Section, Table, write_report
-from probelens.results import atomic_path
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -81,10 +80,7 @@ def write(rows: pd.DataFrame, folder: Path, config: Mapping[str, Any], versions:
         The report's file.
     """
     found = claims(rows)
-    with atomic_path(folder / "claims.parquet") as part:
-        pd.DataFrame([{k: str(v) for k, v in vars(claim).items()} for claim in found]).to_parquet(
-            part, index=False
-        )
+    write_claims(found, folder)
     kept = ["model", "label", "verdict", "why", "baseline"]
     chart = Chart(
         profiles(rows),

@@ -1,4 +1,4 @@
-"""The formal grid's figures, each made from saved rows alone."""
+"""The formal grid's figures, each made from saved rows alone; None where a run has no rows for it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from probelens.examples.refit_the_probe.setup import ARCHS, LABELS, NAMES, TASKS
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["FIGURES", "main_cells", "named"]
+__all__ = ["FIGURES", "main_cells", "named", "of_kind", "over_seeds"]
 
 WHAT = {"direction": "best direction", "rows": "all probe rows", "leace": "LEACE", "inlp": "INLP"}
+COLUMNS = {"span", "control", "label", "layer", "length", "what", "lo", "hi", "accuracy", "drop"}
 LAST = 3  # the block whose output feeds the readout: ablating it must hurt
 
 
@@ -32,10 +33,18 @@ def named(rows: pd.DataFrame) -> pd.DataFrame:
     return found.sort_values(["_task", "_arch"], kind="stable")
 
 
+def of_kind(rows: pd.DataFrame, kind: str) -> pd.DataFrame:
+    """Rows of one kind, named; a run that has none may lack their columns, and gets them empty."""
+    found = rows[rows["kind"] == kind]
+    if found.empty:
+        found = found.reindex(columns=[*found.columns, *sorted(COLUMNS - set(found.columns))])
+    return named(found)
+
+
 def main_cells(rows: pd.DataFrame, kind: str) -> pd.DataFrame:
     """Rows of one kind from the cells of the paper: usual embedding, with convolution."""
-    found = rows[(rows["kind"] == kind) & (rows["embedding_std"] == 0.02) & rows["convolution"].astype(bool)]
-    return named(found)
+    found = of_kind(rows, kind)
+    return found[(found["embedding_std"] == 0.02) & found["convolution"].astype(bool)]
 
 
 def over_seeds(rows: pd.DataFrame, by: list[str], value: str) -> pd.DataFrame:
@@ -57,31 +66,35 @@ def over_seeds(rows: pd.DataFrame, by: list[str], value: str) -> pd.DataFrame:
     return pd.DataFrame(made)
 
 
-def behaviour(rows: pd.DataFrame) -> go.Figure:
+def behaviour(rows: pd.DataFrame) -> go.Figure | None:
     """Accuracy of the models' answers by length."""
     found = main_cells(rows, "behaviour")
-    table = over_seeds(found[found["span"] == "all"], ["model", "task", "length"], "accuracy")
+    found = found[found["span"] == "all"]
+    if found.empty:
+        return None
+    table = over_seeds(found, ["model", "task", "length"], "accuracy")
     table["task"] = table["task"].map(TITLES)
     return plots.length_curve(table.astype({"length": int}), color="model", facet="task", train_length=40)
 
 
-def profiles(rows: pd.DataFrame) -> go.Figure:
+def profiles(rows: pd.DataFrame) -> go.Figure | None:
     """Probe accuracy by layer, late positions, with the untrained model dashed."""
     found = main_cells(rows, "probe")
     found = found[(found["control"] == "task") & (found["span"] == "late")]
     kept = found[[lab in LABELS[task] for lab, task in zip(found["label"], found["task"], strict=True)]]
+    if kept.empty:
+        return None
     table = over_seeds(kept, ["cell", "model", "layer"], "accuracy").astype({"layer": int})
     return plots.layer_profile(table, color="model", facet="cell", baselines={"untrained": "untrained"})
 
 
-def embedding_scale(rows: pd.DataFrame) -> go.Figure:
+def embedding_scale(rows: pd.DataFrame) -> go.Figure | None:
     """The same profile for three scales of the initial embedding."""
-    found = named(
-        rows[(rows["kind"] == "probe") & (rows["control"] == "task") & rows["arch"].isin(["lstm", "gru"])]
-    )
-    found = found[
-        found["task"].isin(["parity", "s3"]) & (found["label"] == "state") & (found["span"] == "late")
-    ]
+    found = of_kind(rows, "probe")
+    found = found[(found["control"] == "task") & (found["span"] == "late") & (found["label"] == "state")]
+    found = found[found["arch"].isin(["lstm", "gru"]) & found["task"].isin(["parity", "s3"])]
+    if found["embedding_std"].nunique() < 2:
+        return None
     found = found.assign(
         cell=found["model"] + ", " + found["cell"], std=found["embedding_std"].map("std {:g}".format)
     )
@@ -93,17 +106,22 @@ def embedding_scale(rows: pd.DataFrame) -> go.Figure:
     )
 
 
-def ablations(rows: pd.DataFrame, task: str) -> go.Figure:
+def ablations(rows: pd.DataFrame, task: str) -> go.Figure | None:
     """What each way of taking a task's variables out costs by layer."""
-    table = over_seeds(_of_task(rows, task), ["cell", "what", "layer"], "drop").astype({"layer": int})
+    found = _of_task(rows, task)
+    if found.empty:
+        return None
+    table = over_seeds(found, ["cell", "what", "layer"], "drop").astype({"layer": int})
     return plots.layer_profile(
         table, y="drop", color="what", facet="cell", baselines={}, y_label="drop in accuracy"
     )
 
 
-def refits(rows: pd.DataFrame, task: str) -> go.Figure:
+def refits(rows: pd.DataFrame, task: str) -> go.Figure | None:
     """What a probe refitted on the ablated activations reads."""
     found = _of_task(rows, task).drop(columns=["lo", "hi"])
+    if found.empty:
+        return None
     return plots.layer_profile(
         over_seeds(found, ["cell", "what", "layer"], "refit_accuracy").astype({"layer": int}),
         y="refit_accuracy", color="what", facet="cell", y_label="refitted probe",
@@ -114,13 +132,19 @@ def refits(rows: pd.DataFrame, task: str) -> go.Figure:
 def _of_task(rows: pd.DataFrame, task: str) -> pd.DataFrame:
     found = main_cells(rows, "ablation")
     found = found[found["task"] == task]
-    return found.assign(cell=found["model"] + ", " + found["cell"], what=found["what"].map(WHAT))
+    return (
+        found
+        if found.empty
+        else found.assign(cell=found["model"] + ", " + found["cell"], what=found["what"].map(WHAT))
+    )
 
 
-def transfer(rows: pd.DataFrame) -> go.Figure:
+def transfer(rows: pd.DataFrame) -> go.Figure | None:
     """Damage by the frozen best direction and by frozen LEACE at the layer where it is largest, by length."""
     found = main_cells(rows, "length")
-    found = found[(found["span"] == "all") & (found["layer"] < LAST)]
+    found = found[(found["span"] == "all") & (found["layer"] >= 0) & (found["layer"] < LAST)]
+    if found.empty:
+        return None
     worst = found[found["length"] == found["length"].min()].sort_values("drop", ascending=False)
     worst = worst.drop_duplicates(["cell", "model", "what", "train_seed"])[
         ["cell", "model", "what", "train_seed", "layer"]
@@ -128,14 +152,14 @@ def transfer(rows: pd.DataFrame) -> go.Figure:
     table = over_seeds(found.merge(worst), ["cell", "model", "what", "length"], "drop").astype(
         {"length": int}
     )
-    table = table.assign(panel=table["cell"] + ", " + table["what"].map(WHAT))
-    table = table.sort_values(["_task", "panel", "_arch", "length"], kind="stable")
+    table = table.assign(cell=table["cell"] + ", " + table["what"].map(WHAT))
+    table = table.sort_values(["_task", "cell", "_arch", "length"], kind="stable")
     return plots.length_curve(
-        table, y="drop", color="model", facet="panel", y_label="largest drop", train_length=40
+        table, y="drop", color="model", facet="cell", y_label="largest drop", train_length=40
     )
 
 
-FIGURES: dict[str, tuple[Callable[[pd.DataFrame], go.Figure], str]] = {
+FIGURES: dict[str, tuple[Callable[[pd.DataFrame], go.Figure | None], str]] = {
     "behaviour": (behaviour, "Accuracy of the models' own answers by sequence length; trained at 40 tokens."),
     "profiles": (
         profiles,

@@ -18,9 +18,9 @@ from typing import Any
 
 import probelens as pl
 from probelens.examples.refit_the_probe.formal_cell import run_cell
-from probelens.examples.refit_the_probe.running import finished_rows, report_failures
+from probelens.examples.refit_the_probe.running import finished_rows, run_cells
 from probelens.examples.refit_the_probe.setup import ARCHS, NAMES, TASKS, TITLES
-from probelens.experiments import RunRecord, Store, cell_key, run_grid, versions
+from probelens.experiments import RunRecord
 
 __all__ = ["PRESETS", "Config", "report", "run"]
 
@@ -135,14 +135,15 @@ def run(config: Config, progress: bool = True) -> Path:
             raise pl.InputError(f"unknown {', '.join(map(repr, unknown))}: allowed are {', '.join(allowed)}")
     if not (config.archs and config.tasks and config.seeds):
         raise pl.InputError("archs, tasks and seeds must name at least one each")
-    store, cells = Store(config.out), config.cells()
-    record = RunRecord("paper-formal", dataclasses.asdict(config), [cell_key(c) for c in cells], versions())
-    record.start(store.folder, free=FREE)
-    done = run_grid(run_cell, cells, store, workers=config.workers, progress=progress)
-    if store.keys():
-        report(config, record)
-    report_failures(done, store)
-    return store.folder
+    return run_cells(
+        "paper-formal",
+        config,
+        config.cells(),
+        run_cell,
+        FREE,
+        progress,
+        lambda record: report(config, record),
+    )
 
 
 def report(config: Config, record: RunRecord) -> Path:

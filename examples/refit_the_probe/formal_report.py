@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pandas as pd
 
 from probelens.examples.refit_the_probe.claims import claims
 from probelens.examples.refit_the_probe.figures import FIGURES, main_cells, named
-from probelens.examples.refit_the_probe.running import claims_table, fill
+from probelens.examples.refit_the_probe.running import claims_table, fill, write_claims
 from probelens.examples.refit_the_probe.setup import LABELS, NAMES, TASKS, TITLES
 from probelens.report import Chart, Section, Table, write_report
 from probelens.results import atomic_path
@@ -49,7 +48,7 @@ SECTIONS = (
 
 
 def write(rows: pd.DataFrame, folder: Path, config: Mapping[str, Any], versions: Mapping[str, str]) -> Path:
-    """Write ``rows.parquet``, ``claims.parquet`` and ``report.html``.
+    """Write ``claims.parquet`` and ``report.html``.
 
     Args:
         rows: Rows of the finished cells.
@@ -61,14 +60,12 @@ def write(rows: pd.DataFrame, folder: Path, config: Mapping[str, Any], versions:
         The report's file.
     """
     found = claims(rows)
-    for name, table in (("rows", rows), ("claims", pd.DataFrame([_plain(c) for c in found]))):
-        with atomic_path(folder / f"{name}.parquet") as part:
-            table.to_parquet(part, index=False)
+    write_claims(found, folder)
     cells = rows[["arch", "task", "train_seed", "embedding_std", "convolution"]].drop_duplicates()
     sections = []
     for title, names, text, explain in SECTIONS:
         charts = [
-            Chart(figure, FIGURES[n][1], name=n) for n in names if (figure := drawn(n, rows)) is not None
+            Chart(figure, FIGURES[n][1], name=n) for n in names if (figure := FIGURES[n][0](rows)) is not None
         ]
         sections.append(Section(title, text, charts, explain=explain))
     sections.append(
@@ -89,22 +86,6 @@ def write(rows: pd.DataFrame, folder: Path, config: Mapping[str, Any], versions:
         versions=versions,
         reproduce=["probelens run paper-formal --preset cpu"],
     )  # fmt: skip
-
-
-def drawn(name: str, rows: pd.DataFrame) -> Any:
-    """A figure, or None where the run has no rows for it."""
-    from probelens.errors import InputError
-
-    try:
-        return FIGURES[name][0](rows)
-    except (InputError, KeyError):
-        return None
-
-
-def _plain(claim: Any) -> dict[str, Any]:
-    return {
-        k: v if v is None or isinstance(v, bool) else str(v) for k, v in dataclasses.asdict(claim).items()
-    }
 
 
 def _sites(rows: pd.DataFrame) -> list[Table]:
@@ -157,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.figures is not None:
         args.figures.mkdir(parents=True, exist_ok=True)
         for name in FIGURES:
-            if (figure := drawn(name, rows)) is not None:
+            if (figure := FIGURES[name][0](rows)) is not None:
                 with atomic_path(args.figures / f"{name}.svg") as part:
                     figure.update_layout(paper_bgcolor="white", plot_bgcolor="white").write_image(
                         part, format="svg"

@@ -25,8 +25,8 @@ import torch
 
 import probelens as pl
 from probelens.examples.refit_the_probe.corpus import NextToken, functions, held_out, make_tokenizer
-from probelens.examples.refit_the_probe.running import device_of, mixed, quiet, report_failures
-from probelens.experiments import RunRecord, Status, Store, cell_key, run_grid, versions
+from probelens.examples.refit_the_probe.running import device_of, mixed, quiet, run_cells
+from probelens.experiments import RunRecord, Status, Store
 
 __all__ = ["PRESETS", "Config", "report", "run"]
 
@@ -185,19 +185,16 @@ def run(config: Config, progress: bool = True) -> Path:
     unknown = [arch for arch in config.archs if arch not in NAMES]
     if unknown or not config.archs:
         raise pl.InputError(f"archs={config.archs!r}: allowed are {', '.join(NAMES)}")
-    store, cells = Store(config.out), [config.cell(arch) for arch in config.archs]
-    record = RunRecord(
-        "paper-pretrain", dataclasses.asdict(config), [cell_key(cell) for cell in cells], versions()
-    )
-    record.start(store.folder, free=FREE)
-    done = run_grid(run_cell, cells, store, workers=config.workers, progress=progress)
-    for arch, key in zip(config.archs, record.cells, strict=True):
-        if store.done(key):
-            _publish(store.cell(key) / "model", store.folder / "models" / arch)
-    if any(map(store.done, record.cells)):
+    cells = [config.cell(arch) for arch in config.archs]
+
+    def finish(record: RunRecord) -> None:
+        store = Store(config.out)
+        for arch, key in zip(config.archs, record.cells, strict=True):
+            if store.done(key):
+                _publish(store.cell(key) / "model", store.folder / "models" / arch)
         report(config, record)
-    report_failures(done, store)
-    return store.folder
+
+    return run_cells("paper-pretrain", config, cells, run_cell, FREE, progress, finish)
 
 
 def _publish(source: Path, target: Path) -> None:

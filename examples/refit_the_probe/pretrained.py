@@ -28,12 +28,12 @@ from probelens.examples.refit_the_probe.running import (
     is_mamba,
     mixed,
     quiet,
-    report_failures,
+    run_cells,
     untrained,
 )
 from probelens.examples.refit_the_probe.setup import LABELS, PROBED, TASKS, TITLES, make_task
 from probelens.examples.refit_the_probe.words import InVocabulary
-from probelens.experiments import RunRecord, Status, Store, cell_key, run_grid, versions
+from probelens.experiments import RunRecord, Status
 from probelens.sites import LAYER_AXIS
 
 __all__ = ["PRESETS", "Config", "report", "run"]
@@ -228,16 +228,15 @@ def run(config: Config, progress: bool = True) -> Path:
         raise pl.InputError(f"unknown {', '.join(map(repr, unknown))}: allowed are {', '.join(TASKS)}")
     if not (config.model and config.tasks and config.seeds):
         raise pl.InputError("model, tasks and seeds must name at least one each")
-    store, cells = Store(config.out), config.cells()
-    record = RunRecord(
-        "paper-pretrained", dataclasses.asdict(config), [cell_key(cell) for cell in cells], versions()
+    return run_cells(
+        "paper-pretrained",
+        config,
+        config.cells(),
+        run_cell,
+        FREE,
+        progress,
+        lambda record: report(config, record),
     )
-    record.start(store.folder, free=FREE)
-    done = run_grid(run_cell, cells, store, workers=config.workers, progress=progress)
-    if store.keys():
-        report(config, record)
-    report_failures(done, store)
-    return store.folder
 
 
 def report(config: Config, record: RunRecord) -> Path:

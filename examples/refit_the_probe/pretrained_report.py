@@ -13,11 +13,10 @@ from typing import Any
 import pandas as pd
 
 from probelens import plots
-from probelens.examples.refit_the_probe.claims import INLP, inlp_claim
-from probelens.examples.refit_the_probe.running import best, each
+from probelens.examples.refit_the_probe.claims_using import INLP, inlp_claim
+from probelens.examples.refit_the_probe.running import best, each, write_claims
 from probelens.examples.refit_the_probe.setup import LABELS, TITLES
 from probelens.report import Chart, Claim, Section, Table, write_report
-from probelens.results import atomic_path
 
 __all__ = ["claims", "figures", "layers", "write"]
 
@@ -289,10 +288,7 @@ def write(rows: pd.DataFrame, folder: Path, config: Mapping[str, Any], versions:
         The report's file.
     """
     found = claims(rows)
-    with atomic_path(folder / "claims.parquet") as part:
-        pd.DataFrame([{k: str(v) for k, v in vars(claim).items()} for claim in found]).to_parquet(
-            part, index=False
-        )
+    write_claims(found, folder)
     own = answered(rows)[["model", "task", "train_seed", "length", "accuracy", "balanced_accuracy"]]
     tables = [Table("Accuracy of the fine-tuned models' answers", own, name="behaviour", open=True)]
     heard = speaking(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -12,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import probelens as pl
-from probelens.experiments import GridReport, Store
+from probelens.experiments import RunRecord, Store, cell_key, run_grid, versions
 from probelens.results import atomic_path
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from probelens.experiments.grid import RunCell
     from probelens.report import Claim
 
 __all__ = [
@@ -31,8 +33,9 @@ __all__ = [
     "is_mamba",
     "mixed",
     "quiet",
-    "report_failures",
+    "run_cells",
     "untrained",
+    "write_claims",
 ]
 
 
@@ -125,16 +128,56 @@ def finished_rows(out: str) -> pd.DataFrame:
     return rows
 
 
-def report_failures(done: GridReport, store: Store) -> None:
-    """Raise an error that names each failed cell and where its traceback is; nothing if none failed."""
-    if not done.failed:
-        return
-    told = [
-        f"{text.strip().splitlines()[-1]} ({store.cell(key) / 'error.txt'})"
-        for key, text in done.failed.items()
-    ]
-    first = f"{len(told)} of {len(done.keys)} models failed; the others are kept and reported:"
-    raise pl.ProbelensError("\n  ".join([first, *told]))
+def run_cells(
+    recipe: str,
+    config: Any,
+    cells: Sequence[Mapping[str, Any]],
+    run_cell: RunCell,
+    free: Sequence[str],
+    progress: bool,
+    report: Callable[[RunRecord], object],
+) -> Path:
+    """Run what a run folder lacks, report what is there, and say what failed.
+
+    Args:
+        recipe: Its name.
+        config: Its settings, with ``out`` and ``workers``.
+        cells: The settings of each cell.
+        run_cell: As for ``run_grid``.
+        free: Settings that may differ from those of the run that the folder holds.
+        progress: Show progress.
+        report: Called with the run's record once any cell is finished.
+
+    Returns:
+        The run folder.
+
+    Raises:
+        probelens.InputError: The folder holds another run.
+        probelens.ProbelensError: A cell failed: which, and where its traceback is.
+    """
+    store = Store(config.out)
+    record = RunRecord(recipe, dataclasses.asdict(config), [cell_key(cell) for cell in cells], versions())
+    record.start(store.folder, free=free)
+    done = run_grid(run_cell, cells, store, workers=config.workers, progress=progress)
+    if store.keys():
+        report(record)
+    if done.failed:
+        told = [
+            f"{text.strip().splitlines()[-1]} ({store.cell(key) / 'error.txt'})"
+            for key, text in done.failed.items()
+        ]
+        first = f"{len(told)} of {len(done.keys)} models failed; the others are kept and reported:"
+        raise pl.ProbelensError("\n  ".join([first, *told]))
+    return store.folder
+
+
+def write_claims(claims: Sequence[Claim], folder: Path) -> None:
+    """Write ``claims.parquet``; ``agrees`` is True, False or None, the rest is text."""
+    import pandas as pd
+
+    rows = [{**{k: str(v) for k, v in vars(claim).items()}, "agrees": claim.agrees} for claim in claims]
+    with atomic_path(folder / "claims.parquet") as part:
+        pd.DataFrame(rows).astype({"agrees": "boolean"}).to_parquet(part, index=False)
 
 
 def claims_table(claims: Sequence[Claim]) -> str:
