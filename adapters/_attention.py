@@ -48,7 +48,8 @@ def attention(
         query: After rotary embedding. (batch, head, pos, d_head)
         key: Heads still grouped. (batch, kv_head, key_pos, d_head)
         value: Heads still grouped. (batch, kv_head, key_pos, d_head)
-        attention_mask: Added to the scores. (batch, 1, pos, key_pos)
+        attention_mask: Added to the scores, or boolean, True where they count; None for a causal one.
+            (batch, 1, pos, key_pos)
         scaling: Factor on the scores; d_head**−½ if None.
         dropout: Dropped share of the pattern, in training.
         softcap: Bound of the scores, as in Gemma 2.
@@ -84,8 +85,8 @@ def attention(
     )
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    if attention_mask is not None:
-        scores = scores + attention_mask[..., : key.shape[-2]]
+    causal = kwargs.get("is_causal")
+    scores = _masked(scores, attention_mask, getattr(module, "is_causal", True) if causal is None else causal)
     scores = tapped("hook_attn_scores", scores)
     sinks = s_aux if s_aux is not None else getattr(module, "sinks", None)
     if sinks is not None:
@@ -97,6 +98,23 @@ def attention(
     pattern = tapped("hook_pattern", pattern.to(query.dtype))
     weights = nn.functional.dropout(pattern, p=dropout, training=module.training)
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), pattern
+
+
+def _masked(scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """Scores with what a position may not see taken out, whichever attention the mask was made for.
+
+    A run that another thread's hook finds on its way has the mask of the model's own attention: for SDPA that is
+    boolean, or None where its causal kernel needs none.
+    """
+    least = torch.finfo(scores.dtype).min
+    if mask is None:
+        queries, keys = scores.shape[-2:]
+        if not causal or queries == 1:
+            return scores
+        seen = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).tril(keys - queries)
+        return scores.masked_fill(~seen, least)
+    mask = mask[..., : scores.shape[-1]]
+    return scores.masked_fill(~mask, least) if mask.dtype == torch.bool else scores + mask
 
 
 @contextlib.contextmanager

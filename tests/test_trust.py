@@ -520,6 +520,31 @@ def test_threads_have_hooks_of_their_own_on_one_model(family: str, name: str) ->
     clean(family)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("family", ["neox", "gpt2", "llama"])
+def test_a_hook_of_another_thread_that_comes_amid_a_run_changes_nothing_in_it(
+    family: str, padded: bool
+) -> None:
+    # What the other thread does to this run, without the chance: the tapped attention takes over at block 1, with the
+    # mask that was made for the model's own attention before block 0.
+    module = zoo.build(family)
+    model, tokens = pl.wrap(module), zoo.tokens(3, 12)
+    mask = torch.ones_like(tokens)
+    mask[:, : 4 * padded] = 0
+    want = model(tokens, attention_mask=mask)
+    with contextlib.ExitStack() as stack:
+
+        def arrive(*_: Any) -> None:
+            stack.enter_context(model.backend("reference"))
+
+        block = module.get_submodule(model.adapter.blocks[1])
+        stack.callback(block.register_forward_pre_hook(arrive).remove)
+        got = model(tokens, attention_mask=mask)
+        assert module.config._attn_implementation == "probelens", "the control: it did take over"
+    # A padded position sees nothing, and each kind of attention makes something else of that.
+    torch.testing.assert_close(got[:, 4 * padded :], want[:, 4 * padded :], atol=1e-5, rtol=1e-5)
+
+
 # -- files and folders ------------------------------------------------------------------------------
 
 
