@@ -6,6 +6,7 @@ weights in and takes them out again. A forward of ours in its place has to do th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -48,16 +49,19 @@ def with_weights(module: nn.Module, forward: Callable[..., Any]) -> Callable[...
 
     @functools.wraps(forward)
     def placed(*args: Any, **kwargs: Any) -> Any:
-        if own is not None:
-            args, kwargs = own.pre_forward(module, *args, **kwargs)
-        for one in below:
-            one._hf_hook.pre_forward(one)
-        try:
-            output = forward(*args, **kwargs)
-        finally:
+        with contextlib.ExitStack() as stack:
             for one in below:
-                one._hf_hook.post_forward(one, None)
-        return output if own is None else own.post_forward(module, output)
+                one._hf_hook.pre_forward(one)
+                stack.callback(one._hf_hook.post_forward, one, None)
+            if own is None:
+                return forward(*args, **kwargs)
+            args, kwargs = own.pre_forward(module, *args, **kwargs)
+            try:
+                output = forward(*args, **kwargs)
+            except BaseException:
+                own.post_forward(module, None)
+                raise
+            return own.post_forward(module, output)
 
     return placed
 

@@ -306,6 +306,22 @@ def test_hooks_fire_on_a_model_whose_weights_come_in_when_they_are_needed(
     assert any(p.device.type == "meta" for p in user.parameters()), "and it is offloaded again"
 
 
+@pytest.mark.parametrize("family", ["neox", "mamba", "mamba2", "lstm-fused"])
+def test_weights_are_offloaded_again_after_an_exception(tmp_path: Path, family: str) -> None:
+    user = offloaded(family, tmp_path, "to the disk")
+    model = pl.wrap(user)
+    before = {name: p.device.type for name, p in user.named_parameters()}
+    assert "meta" in before.values()
+
+    def fail(tensor: Any, hook: Any) -> None:
+        raise RuntimeError("from the hook")
+
+    for point in (p for p in model.hook_dict.values() if p.kind == "interior"):
+        with pytest.raises(RuntimeError, match="from the hook"):
+            model.run_with_hooks(X, [(point.name, fail)])
+        assert {name: p.device.type for name, p in user.named_parameters()} == before, point.name
+
+
 def test_skipping_blocks_brings_none_of_their_weights_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
