@@ -132,7 +132,7 @@ def _try(
         return row
     if row["identity"] > tolerance:
         row["problem"] = f"an edit that returns its input changes the output by {row['identity']:.2g}"
-    elif not row["edit"] > 1e-7:
+    elif not row["edit"] > max(10 * min(row["identity"], 1e-5), 1e-7):
         row["problem"] = "noise here doesn't change the output"
     elif row["restored"] is not None and abs(row["restored"] - 1) > max(1e-3, 10 * tolerance):
         found = f"patching all of it from another run restores {row['restored']:.3f} of that run, not 1"
