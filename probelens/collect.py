@@ -350,7 +350,6 @@ class _Disk:
         return made
 
     def put(self, start: int, found: Mapping[str, Tensor]) -> None:
-
         for i, (name, tensor) in enumerate(found.items()):
             if tensor.dtype == torch.bfloat16:
                 raise InputError(

@@ -35,7 +35,8 @@ class EvalResult(Result):
         task: Name of the task.
         trained_length: Length the spans "trained" and "beyond" are divided at.
         rows: Dicts with label, length, span, accuracy, lo and hi (95 % interval over sequences),
-            balanced_accuracy (mean over the classes that occur), n_positions and n_sequences. Positions t count from 1, a BOS token excluded. Spans:
+            balanced_accuracy (mean over the classes that occur), n_positions and n_sequences.
+            Positions t count from 1, a BOS token excluded. Spans:
             "all"; "trained" t <= trained_length; "beyond" t > trained_length; "late" t > late.
     """
 
