@@ -10,7 +10,7 @@ import zoo
 from torch import Tensor
 
 import probelens as pl
-from probelens._resume import distrust
+from probelens._resume import distrust, resumer_of
 from probelens.collect import collect
 from probelens.components import donor_rows
 from probelens.convolution import VARIANTS
@@ -272,6 +272,9 @@ def test_convolutions_in_long_sequences_equal_whole_runs(family: str, layers: st
     distrust(plain)
     batch = pl.Batch(tokens, {"answer": model(tokens).argmax(-1)})
     got, want = ablated(model), ablated(plain)
-    assert (got.path, want.path) == ("full", "full"), "the clean run has no edits"
+    resumer = resumer_of(model)
+    assert resumer is not None
+    assert resumer.trusted == tokens.shape[1], "the control: runs did go on from the middle"
+    assert resumer_of(plain) is None
     torch.testing.assert_close(got.values, want.values)
     assert all(row["drop"] > 0 for row in got.rows)
