@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+import probelens as pl
 from probelens.examples.refit_the_probe import formal_report
 from probelens.examples.refit_the_probe.claims import claims
 from probelens.examples.refit_the_probe.figures import FIGURES
@@ -269,6 +270,34 @@ def test_what_is_published_can_be_published_again(tmp_path: Path) -> None:
         in text
     )
     assert "| LSTM Parity | 0 | 400 | 14 | 1 / 1 / 1 / 1 / 1 |" in text
+
+
+def test_runs_are_published_together_and_a_model_in_both_is_the_later_one(tmp_path: Path) -> None:
+    def trained(arch: str, steps: int) -> list[dict[str, object]]:
+        ends = {"kind": "training", "step": steps, "n_params": 8e5, "learned": True, "cpu_seconds": 14.0}
+        return [{**cell(arch, "parity"), **ends}, *behaviour(arch, "parity", *PERFECT)]
+
+    pd.DataFrame([*trained("lstm", 400), *trained("gru", 300)]).to_parquet(tmp_path / "first.parquet")
+    pd.DataFrame([*trained("gru", 700), *trained("mamba", 900)]).to_parquet(tmp_path / "second.parquet")
+    page = tmp_path / "page.md"
+    page.write_text("<!-- cells -->\n<!-- end cells -->\n")
+    formal_report.main([str(tmp_path / f"{n}.parquet") for n in ("first", "second")] + ["--page", str(page)])
+    said = [line.split(" | ")[:3] for line in page.read_text().splitlines() if "Parity" in line]
+    assert said == [
+        ["| Mamba Parity", "0", "900"],
+        ["| LSTM Parity", "0", "400"],
+        ["| GRU Parity", "0", "700"],
+    ]
+
+
+def test_rows_that_are_not_there_or_of_another_recipe_are_refused(tmp_path: Path) -> None:
+    pd.DataFrame({"kind": ["probe"], "arch": ["lstm"]}).to_parquet(tmp_path / "other.parquet")
+    with pytest.raises(
+        pl.StoreError, match=r"lacks the columns task, train_seed.*isn't a run of this recipe"
+    ):
+        formal_report.main([str(tmp_path / "other.parquet")])
+    with pytest.raises(pl.StoreError, match=r"no rows at .*none\.parquet"):
+        formal_report.main([str(tmp_path / "none.parquet")])
 
 
 def test_the_tables_of_the_page_are_those_of_its_rows() -> None:

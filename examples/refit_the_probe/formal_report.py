@@ -10,14 +10,15 @@ from typing import Any
 import pandas as pd
 
 from probelens.examples.refit_the_probe.claims import claims
-from probelens.examples.refit_the_probe.figures import FIGURES, main_cells, named
-from probelens.examples.refit_the_probe.running import claims_table, fill, write_claims
+from probelens.examples.refit_the_probe.figures import FIGURES, main_cells, named, of_kind
+from probelens.examples.refit_the_probe.running import claims_table, fill, merged, write_claims
 from probelens.examples.refit_the_probe.setup import LABELS, NAMES, TASKS, TITLES
 from probelens.report import Chart, Section, Table, write_report
 from probelens.results import atomic_path
 
 __all__ = ["main", "slim", "write"]
 
+CELL = ("arch", "task", "train_seed", "embedding_std", "convolution")
 LEAD = (
     "Small models of five architectures, trained on four tasks whose answer is a running state: where along the layers "
     "the state becomes readable, what it costs to take it out, whether a probe fitted again still finds it, and what "
@@ -61,7 +62,7 @@ def write(rows: pd.DataFrame, folder: Path, config: Mapping[str, Any], versions:
     """
     found = claims(rows)
     write_claims(found, folder)
-    cells = rows[["arch", "task", "train_seed", "embedding_std", "convolution"]].drop_duplicates()
+    cells = rows[list(CELL)].drop_duplicates()
     sections = []
     for title, names, text, explain in SECTIONS:
         charts = [
@@ -121,7 +122,10 @@ def slim(rows: pd.DataFrame) -> pd.DataFrame:
 def main(argv: Sequence[str] | None = None) -> None:
     """Publish a run: its rows, its figures as SVG, and its tables in a Markdown page."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("rows", type=Path, help="rows.parquet of a run, or what an earlier call published")
+    parser.add_argument(
+        "rows", type=Path, nargs="+",
+        help="rows.parquet of runs, or what an earlier call published; a model in several is the last one's",
+    )  # fmt: skip
     parser.add_argument("--data", type=Path, help="where to write the rows, smaller")
     parser.add_argument(
         "--figures", type=Path, help="folder for an SVG of each figure; needs kaleido and a Chrome"
@@ -131,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     # Rounded first, so that the tables of a page are those of the rows that stand beside it.
-    rows = slim(pd.read_parquet(args.rows))
+    rows = slim(merged(args.rows, CELL))
     if args.data is not None:
         with atomic_path(args.data) as part:
             rows.to_parquet(part, index=False, compression="zstd")
@@ -171,13 +175,10 @@ def cells_table(rows: pd.DataFrame) -> str:
         name += "" if std == 0.02 else f", embedding std {std:g}"
         training = part[part["kind"] == "training"].dropna(subset=["n_params"]).iloc[-1]
         steps = f"{training['step']:.0f}" + ("" if training["learned"] else ", 99 % not reached")
-        answers = part[(part["kind"] == "behaviour") & (part["span"] == "all")].sort_values("length")
+        answers, probes = of_kind(part, "behaviour"), of_kind(part, "probe")
+        answers = answers[answers["span"] == "all"].sort_values("length")
         said = " / ".join(f"{a:.3f}".removeprefix("0").rstrip("0").rstrip(".") for a in answers["accuracy"])
-        probes = (
-            part[(part["kind"] == "probe") & (part["control"] == "task") & (part["span"] == "late")]
-            if "probe" in set(part["kind"])
-            else part.iloc[:0]
-        )
+        probes = probes[(probes["control"] == "task") & (probes["span"] == "late")]
         read = []
         for label in LABELS[str(task)]:
             of = probes[probes["label"] == label].sort_values("layer")

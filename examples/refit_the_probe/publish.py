@@ -16,7 +16,7 @@ import pandas as pd
 
 from probelens.examples.refit_the_probe import code_depth_report, pretrained_report
 from probelens.examples.refit_the_probe.formal_report import slim
-from probelens.examples.refit_the_probe.running import claims_table, each, fill
+from probelens.examples.refit_the_probe.running import claims_table, each, fill, merged
 from probelens.results import atomic_path
 
 __all__ = ["code_table", "filled", "layers_table", "main", "sites_table"]
@@ -130,14 +130,18 @@ def filled(page: str, rows: pd.DataFrame) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Publish a run on pretrained models."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("rows", type=Path, help="rows.parquet of a run, or what an earlier call published")
+    parser.add_argument(
+        "rows", type=Path, nargs="+",
+        help="rows.parquet of runs, or what an earlier call published; a model in several is the last one's",
+    )  # fmt: skip
     parser.add_argument("--data", type=Path, help="where to write the rows, smaller")
     parser.add_argument(
         "--figures", type=Path, help="folder for the figures as SVG; needs kaleido and a Chrome"
     )
     parser.add_argument("--page", type=Path, help="a Markdown page whose tables to write again")
     args = parser.parse_args(argv)
-    rows = pd.read_parquet(args.rows)
+    code = is_code(pd.read_parquet(args.rows[0])) if args.rows[0].is_file() else False
+    rows = merged(args.rows, ("model", "seed") if code else ("model", "task", "train_seed"))
     if args.data is not None:
         with atomic_path(args.data) as part:
             slim(rows).to_parquet(part, index=False, compression="zstd")

@@ -31,6 +31,7 @@ __all__ = [
     "finished_rows",
     "identity",
     "is_mamba",
+    "merged",
     "mixed",
     "quiet",
     "run_cells",
@@ -126,6 +127,31 @@ def finished_rows(out: str) -> pd.DataFrame:
     with atomic_path(store.folder / "rows.parquet") as part:
         rows.to_parquet(part, index=False)
     return rows
+
+
+def merged(paths: Sequence[Path], by: Sequence[str]) -> pd.DataFrame:
+    """The rows of several runs together; a model that two of them have is the later one's.
+
+    Args:
+        paths: Files of rows, at least one.
+        by: The columns that tell one model from another.
+
+    Raises:
+        probelens.StoreError: A file isn't there, or lacks one of the columns.
+    """
+    import pandas as pd
+
+    kept: dict[Any, pd.DataFrame] = {}
+    for path in paths:
+        if not path.is_file():
+            raise pl.StoreError(f"no rows at {str(path)!r}: give the rows.parquet of a run folder")
+        rows = pd.read_parquet(path)
+        if lacking := [column for column in by if column not in rows]:
+            raise pl.StoreError(
+                f"{str(path)!r} lacks the columns {', '.join(lacking)}: it isn't a run of this recipe"
+            )
+        kept |= dict(iter(rows.groupby(list(by), sort=False)))
+    return pd.concat(kept.values(), ignore_index=True)
 
 
 def run_cells(
