@@ -11,7 +11,7 @@ import pytest
 import probelens as pl
 from probelens.examples.refit_the_probe import formal_report
 from probelens.examples.refit_the_probe.claims import claims
-from probelens.examples.refit_the_probe.figures import FIGURES
+from probelens.examples.refit_the_probe.figures import FIGURES, over_seeds
 from probelens.report import Claim
 
 LENGTHS = (40, 60, 80, 100, 120)
@@ -230,6 +230,14 @@ def test_length_transfer_shows_inner_layers_only() -> None:
     assert [list(t.y) for t in figure.data if t.name == "LSTM"] == [[0.3, 0.3]], (
         "not the embedding, not the last block"
     )
+
+
+def test_an_interval_over_seeds_stays_within_what_an_accuracy_can_be() -> None:
+    rows = pd.DataFrame({"layer": 0, "accuracy": [1.0, 0.99, 0.98], "drop": [0.01, -0.01, 0.0]})
+    found = over_seeds(rows, ["layer"], "accuracy").iloc[0]
+    assert 0.5 < found["lo"] < 0.98 < found["accuracy"] == pytest.approx(0.99) < found["hi"] < 1
+    drop = over_seeds(rows, ["layer"], "drop").iloc[0]
+    assert drop["lo"] < 0 < drop["hi"] == pytest.approx(-drop["lo"], rel=0.1), "a drop may be of either sign"
 
 
 def test_what_is_published_can_be_published_again(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -52,10 +52,12 @@ def over_seeds(rows: pd.DataFrame, by: list[str], value: str) -> pd.DataFrame:
     from probelens.stats import hierarchical_bootstrap
 
     made = []
+    # Near the ceiling a linear interval leaves the range of an accuracy; a drop may be of either sign.
+    scale: Any = "logit" if value.endswith("accuracy") else "linear"
     for _, part in rows.groupby(by, sort=False, dropna=False):
         row = part.iloc[0].to_dict()
         if len(part) > 1:
-            found = hierarchical_bootstrap([[v] for v in part[value].astype(float)])
+            found = hierarchical_bootstrap([[v] for v in part[value].astype(float)], scale=scale)
             row |= {value: float(found.estimate), "lo": float(found.low), "hi": float(found.high)}
             row |= {
                 k: part[k].astype(float).mean()
