@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.harness import OURS
+from probelens.benchmarks.harness import OURS
 
 HEAD = """# Benchmarks
 
@@ -14,18 +14,37 @@ all contenders in one process, in turn, on the same weights and inputs, and comp
 them. Times are medians of CPU time; a ratio above 1 means that probelens takes less.
 
 ```bash
-pip install -e ".[dev]"
-cd tests
-python -m benchmarks --quick             # small shapes, a few minutes
-python -m benchmarks --size medium       # real shapes where they fit into minutes
-python -m benchmarks                     # everything in full: hours on one core
-python -m benchmarks --only patch-neox   # one row; --list names them
-python -m benchmarks --growth            # how cost grows with size
+pip install "probelens[transformer-lens,nnsight]" mambapy   # the peers; a row without its peer is left out
+probelens bench                                             # small shapes, a few minutes
+probelens bench --size medium --out b.json                  # real shapes where they fit into minutes
+probelens bench --size full --out b.json                    # everything in full: hours on one core
+probelens bench --only patch-neox                           # one row; --list names them
+probelens bench --growth --out b.json                       # how cost grows with size
 ```
 
-Results go to `benchmarks.json` (`--out`), where a row that is run again replaces the one before; `--page PAGE` writes
-this page from it. `--device cuda` runs the models on a GPU and measures wall time, for a column of its own.
+With `--out FILE` results are kept; a row that is run again replaces the one before, and `--page PAGE` writes this page
+from them. `--device cuda` runs the models on a GPU and measures wall time, for a section of its own.
 """
+
+
+def lines(row: dict[str, Any]) -> list[str]:
+    """A row for the terminal: a line for each peer."""
+    clock = _clock(row)
+    ours = row["times"][OURS][clock]
+    told = "" if not row["differences"] else "results equal" if row["equal"] else "RESULTS DIFFER"
+    out = [f"{row['case']:<12} {row['size']:<7} {OURS} {_seconds(ours):>8}  {told}".rstrip()]
+    for name, ratio in row["ratios"].items():
+        out.append(f"{'':<21}{name} {_seconds(row['times'][name][clock])}, {_ratio(ratio)}")
+    if not row["equal"]:
+        over = {k: v for k, v in row["differences"].items() if not v <= row["limits"].get(k, float("inf"))}
+        out += [f"{'':<21}{k}: {v:.2g}, allowed {row['limits'][k]:.2g}" for k, v in over.items()]
+    return out
+
+
+def growth_line(curve: dict[str, Any]) -> str:
+    """A curve for the terminal."""
+    grown = ", ".join(f"{name} k = {k:.2f}" for name, k in curve["exponents"].items())
+    return f"{curve['what']} by {curve['axis']} {curve['sizes']}: {grown}"
 
 
 def markdown(rows: list[dict[str, Any]], growth: list[dict[str, Any]] | None = None) -> str:
@@ -59,12 +78,12 @@ def _machine(rows: list[dict[str, Any]]) -> str:
 
 def _lines(row: dict[str, Any]) -> list[str]:
     lines = []
-    clock = "cpu" if row["device"] == "cpu" else "wall"
+    clock = _clock(row)
     ours = row["times"][OURS]
     for i, (name, ratio) in enumerate(row["ratios"].items()):
         # The aims are for the real shapes.
         aim = row["aims"].get(name) if row["size"] != "quick" else None
-        shown, wanted, met = f"{ratio:.2f}×" if ratio < 10 else f"{ratio:.0f}×", "", ""
+        shown, wanted, met = _ratio(ratio), "", ""
         if aim is not None and aim > 0:
             wanted, met = f"≥ {aim:.3g}×", "" if ratio >= aim else " (missed)"
         elif name == "raw forward":
@@ -80,6 +99,14 @@ def _lines(row: dict[str, Any]) -> list[str]:
         cells = [*first, name, _seconds(row["times"][name][clock]), shown + met, wanted, equal]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def _clock(row: dict[str, Any]) -> str:
+    return "cpu" if row["device"] == "cpu" else "wall"
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f}×" if value < 10 else f"{value:.0f}×"
 
 
 def _seconds(value: float) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib.metadata
+import importlib.util
+import os
 import platform
-import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +18,19 @@ from typing import Any
 OURS = "probelens"
 
 SIZES = ("quick", "medium", "full")
+
+TL, NNSIGHT, MAMBAPY = "TransformerLens", "nnsight", "transformers, mambapy"
+# Of each peer that probelens doesn't require: its module, and how to install it.
+PEERS = {
+    TL: ("transformer_lens", 'pip install "probelens[transformer-lens]"'),
+    NNSIGHT: ("nnsight", 'pip install "probelens[nnsight]"'),
+    MAMBAPY: ("mambapy", "pip install mambapy"),
+}
+
+
+def installed(peer: str) -> bool:
+    """Whether this contender can run here."""
+    return importlib.util.find_spec(PEERS[peer][0]) is not None
 
 
 @dataclass
@@ -52,18 +67,32 @@ class Case:
         build: From a size ("quick", "medium", "full") and a device to the work.
         aims: By contender, the least ratio of its time to ours ("at least"), or with a minus sign
             the largest ratio of our time to its own (an overhead).
+        needs: Peers without which nothing is left to compare with.
+        takes: Peers that ``build`` leaves out where they aren't installed.
     """
 
     name: str
     what: str
     build: Callable[[str, str], Work]
     aims: dict[str, float]
+    needs: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
+
+    def missing(self) -> list[str]:
+        """What of the row is left out here, and which package to install for it; the whole row where ``needs`` isn't met."""
+        left = [(peer, f"{self.name} is left out") for peer in self.needs if not installed(peer)]
+        left = left or [(p, f"{self.name} runs without {p}") for p in self.takes if not installed(p)]
+        return [f"{said}: {PEERS[peer][1]}" for peer, said in left]
+
+    def runs_here(self) -> bool:
+        """Whether every peer that it needs is installed."""
+        return all(installed(peer) for peer in self.needs)
 
 
 def cpu_seconds() -> float:
     """CPU time of this process and of the children that ended."""
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime
+    times = os.times()
+    return time.process_time() + times.children_user + times.children_system
 
 
 def measure(case: Case, size: str, repeats: int, device: str = "cpu") -> dict[str, Any]:
@@ -90,7 +119,7 @@ def measure(case: Case, size: str, repeats: int, device: str = "cpu") -> dict[st
     return {
         "case": case.name, "what": case.what, "size": size, "device": device, "repeats": repeats,
         "times": medians, "ratios": ratios, "aims": case.aims, "differences": differences, "limits": work.limits,
-        "equal": not wrong, "note": work.note, "facts": facts, "machine": machine(),
+        "equal": not wrong, "note": work.note, "facts": facts, "left_out": case.missing(), "machine": machine(),
     }  # fmt: skip
 
 
@@ -106,9 +135,6 @@ def _time(run: Callable[[], Any], device: str) -> tuple[float, float]:
 
 def machine() -> dict[str, Any]:
     """What the numbers were taken on."""
-    import importlib.metadata
-    import os
-
     import torch
 
     versions = {}

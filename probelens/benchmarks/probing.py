@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import probelens as pl
-from benchmarks import shapes
-from benchmarks.harness import OURS, Case, Work
+from probelens.benchmarks import shapes
+from probelens.benchmarks.harness import OURS, Case, Work
 
 SKLEARN = "scikit-learn"
 CLASSES = (11, 3, 256)

@@ -4,28 +4,31 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import probelens as pl
-from benchmarks import shapes
-from benchmarks.harness import OURS, Case, PeakMemory, Work, worst
+from probelens.benchmarks import shapes
+from probelens.benchmarks.harness import MAMBAPY, OURS, TL, Case, PeakMemory, Work, installed, worst
 
-DEFAULT, MAMBAPY, TL = "transformers", "transformers, mambapy", "TransformerLens"
+DEFAULT = "transformers"
 
 
 def train_step(size: str, device: str) -> Work:
     width, batch, length = {"quick": (64, 8, 24), "medium": (128, 16, 40), "full": (128, 64, 40)}[size]
     module = shapes.mamba(4, width, 64).to(device)
     x = shapes.tokens(64, batch, length).to(device)
-    # Without the flag the same class runs its torch scan; mambapy's parallel scan is chosen in the config.
-    parallel = shapes.mamba(4, width, 64, use_mambapy=True).to(device)
-    parallel.load_state_dict(module.state_dict())
-    twin = copy.deepcopy(module)
+    peers = {DEFAULT: copy.deepcopy(module)}
+    if installed(MAMBAPY):
+        # Without the flag the same class runs its torch scan; mambapy's parallel scan is chosen in the config.
+        parallel = shapes.mamba(4, width, 64, use_mambapy=True).to(device)
+        parallel.load_state_dict(module.state_dict())
+        peers = {MAMBAPY: parallel, **peers}
     model = pl.wrap(module)
-    for each in (module, parallel, twin):
+    for each in (module, *peers.values()):
         each.train()
 
     def step(of: Any) -> tuple[Tensor, Tensor]:
@@ -41,14 +44,16 @@ def train_step(size: str, device: str) -> Work:
 
     def compare(results: dict[str, Any]) -> dict[str, float]:
         mine = results[OURS]
-        return {
+        found = {
             "gradient": worst(mine[1], results[DEFAULT][1]),
-            "gradient (mambapy)": worst(mine[1], results[MAMBAPY][1]),
             "loss": worst(mine[0], results[DEFAULT][0]),
         }
+        if MAMBAPY in results:
+            found["gradient (mambapy)"] = worst(mine[1], results[MAMBAPY][1])
+        return found
 
     return Work(
-        {OURS: ours, MAMBAPY: lambda: step(parallel), DEFAULT: lambda: step(twin)},
+        {OURS: ours, **{name: partial(step, peer) for name, peer in peers.items()}},
         compare,
         {"gradient": 1e-3, "gradient (mambapy)": 1e-3, "loss": 1e-5},
         note=f"4 layers, d {width}, {batch} × {length}",
@@ -111,11 +116,18 @@ def states(size: str, device: str) -> Work:
 
 
 CASES = [
-    Case("mamba-step", "Mamba forward and backward, whole model", train_step, {DEFAULT: 20.0, MAMBAPY: 8.0}),
+    Case(
+        "mamba-step",
+        "Mamba forward and backward, whole model",
+        train_step,
+        {DEFAULT: 20.0, MAMBAPY: 8.0},
+        takes=(MAMBAPY,),
+    ),
     Case(
         "ssm-states",
         "reading every SSM state",
         states,
         {TL + " eager_scan": 5.0, TL + " compute_ssm_state": 5.0},
+        needs=(TL,),
     ),
 ]

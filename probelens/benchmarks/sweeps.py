@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 import probelens as pl
-from benchmarks import shapes
-from benchmarks.harness import OURS, Case, Work, worst
-
-TL = "TransformerLens"
+from probelens.benchmarks import shapes
+from probelens.benchmarks.harness import OURS, TL, Case, Work, worst
 
 
 def pairs_of(vocab: int, n: int, length: int) -> pl.PatchPairs:
@@ -174,7 +172,7 @@ def _project(space: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 CASES = [
-    Case("patch-neox", "patching sweep, resid_pre, layer × position, Pythia-160M shape, 4 pairs × 32", patch_neox, {TL: 5.0}),
-    Case("patch-mamba", "the same, Mamba-130M shape", patch_mamba, {TL: 4.0}),
+    Case("patch-neox", "patching sweep, resid_pre, layer × position, Pythia-160M shape, 4 pairs × 32", patch_neox, {TL: 5.0}, needs=(TL,)),
+    Case("patch-mamba", "the same, Mamba-130M shape", patch_mamba, {TL: 4.0}, needs=(TL,)),
     Case("ablation", "subspace ablation at every layer with random controls, 6 layers d 512", ablation, {"plain hooks": 0.9 * 12 / 7}),
 ]  # fmt: skip

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import probelens as pl
-from benchmarks import shapes
-from benchmarks.harness import OURS, cpu_seconds
-from benchmarks.sweeps import TL, pairs_of, tl_patching
+from probelens.benchmarks import shapes
+from probelens.benchmarks.harness import OURS, PEERS, TL, cpu_seconds, installed
+from probelens.benchmarks.sweeps import pairs_of, tl_patching
 
 Runs = dict[str, tuple[Callable[[], Any], float]]
 
@@ -61,19 +61,28 @@ def _collecting(examples: int) -> Runs:
     return {OURS: (lambda: pl.collect(model, x), 1.0), "raw forward": (raw, 1.0)}
 
 
-CURVES: list[tuple[str, str, list[int], Callable[[int], Runs]]] = [
-    ("patching sweep, 6 layers", "positions", [16, 32, 64, 128], lambda n: _patching(6, n)),
-    ("patching sweep, 16 positions", "layers", [4, 8, 16, 24], lambda n: _patching(n, 16)),
-    ("probes, width 128", "rows", [1000, 2000, 4000, 8000], lambda n: _probing(n, 128)),
-    ("probes, 4,000 rows", "width", [64, 128, 256, 512], lambda n: _probing(4000, n)),
-    ("collection", "sequences of 32", [128, 256, 512, 1024], _collecting),
+CURVES: list[tuple[str, str, list[int], Callable[[int], Runs], tuple[str, ...]]] = [
+    ("patching sweep, 6 layers", "positions", [16, 32, 64, 128], lambda n: _patching(6, n), (TL,)),
+    ("patching sweep, 16 positions", "layers", [4, 8, 16, 24], lambda n: _patching(n, 16), (TL,)),
+    ("probes, width 128", "rows", [1000, 2000, 4000, 8000], lambda n: _probing(n, 128), ()),
+    ("probes, 4,000 rows", "width", [64, 128, 256, 512], lambda n: _probing(4000, n), ()),
+    ("collection", "sequences of 32", [128, 256, 512, 1024], _collecting, ()),
 ]
 
 
-def curves(repeats: int = 3) -> list[dict[str, Any]]:
-    """Medians of CPU time at every size, and the slope in log-log."""
-    out = []
-    for what, axis, sizes, build in CURVES:
+def missing() -> list[str]:
+    """The curves that are left out here, and which package to install for each."""
+    return [
+        f"the curve {what!r} by {axis} is left out: {PEERS[peer][1]}"
+        for what, axis, _, _, needs in CURVES for peer in needs if not installed(peer)
+    ]  # fmt: skip
+
+
+def curves(repeats: int = 3) -> Iterator[dict[str, Any]]:
+    """Medians of CPU time at every size, and the slope in log-log; one curve after the other."""
+    for what, axis, sizes, build, needs in CURVES:
+        if not all(installed(peer) for peer in needs):
+            continue
         times: dict[str, list[float]] = {}
         for size in sizes:
             runs = build(size)
@@ -86,9 +95,7 @@ def curves(repeats: int = 3) -> list[dict[str, Any]]:
             for name in runs:
                 times.setdefault(name, []).append(statistics.median(taken[name][1:]))
         slopes = {n: float(np.polyfit(np.log(sizes), np.log(t), 1)[0]) for n, t in times.items()}
-        out.append({"what": what, "axis": axis, "sizes": sizes, "times": times, "exponents": slopes})
-        print(what, axis, sizes, times, slopes, flush=True)
-    return out
+        yield {"what": what, "axis": axis, "sizes": sizes, "times": times, "exponents": slopes}
 
 
 def plot(found: list[dict[str, Any]], path: Path) -> None:

@@ -9,29 +9,23 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 import probelens as pl
-from benchmarks import shapes
-from benchmarks.harness import OURS, Case, PeakMemory, Work, worst
+from probelens.benchmarks import shapes
+from probelens.benchmarks.harness import NNSIGHT, OURS, TL, Case, PeakMemory, Work, installed, worst
 
 RAW = "raw forward"
 
 
 def cache_work(layers: int, width: int, heads: int, batch: int, length: int, times: int, device: str) -> Work:
     """All resid_post of a GPT-NeoX, ``times`` times in a run."""
-    from nnsight import NNsight
-
     module = shapes.neox(layers, width, 256, heads).to(device)
     x = shapes.tokens(256, batch, length).to(device)
-    model, other, third = (
-        pl.wrap(copy.deepcopy(module)),
-        shapes.bridge(module),
-        NNsight(copy.deepcopy(module)),
-    )
+    model = pl.wrap(copy.deepcopy(module))
     names = [f"blocks.{layer}.hook_resid_post" for layer in range(layers)]
 
     def ours() -> Any:
@@ -43,18 +37,32 @@ def cache_work(layers: int, width: int, heads: int, batch: int, length: int, tim
         for _ in range(times):
             module(x, use_cache=False)
 
-    def lens() -> Any:
-        for _ in range(times):
-            found = other.run_with_cache(x, names_filter=names, use_cache=False)[1]
-        return [found[n] for n in names]
+    runs: dict[str, Any] = {OURS: ours, RAW: raw}
 
-    def trace() -> list[Tensor]:
-        for _ in range(times):
-            with third.trace(x, use_cache=False):
-                kept = list().save()  # noqa: C408 - nnsight saves objects made by a call
-                for layer in third.gpt_neox.layers:
-                    kept.append(layer.output)
-        return [v[0] if isinstance(v, tuple) else v for v in kept]
+    if installed(TL):
+        other = shapes.bridge(module)
+
+        def lens() -> Any:
+            for _ in range(times):
+                found = other.run_with_cache(x, names_filter=names, use_cache=False)[1]
+            return [found[n] for n in names]
+
+        runs[TL] = lens
+
+    if installed(NNSIGHT):
+        from nnsight import NNsight
+
+        third = NNsight(copy.deepcopy(module))
+
+        def trace() -> list[Tensor]:
+            for _ in range(times):
+                with third.trace(x, use_cache=False):
+                    kept = cast(Any, list()).save()  # noqa: C408 - nnsight saves objects made by a call
+                    for layer in third.gpt_neox.layers:
+                        kept.append(layer.output)
+            return [v[0] if isinstance(v, tuple) else v for v in kept]
+
+        runs[NNSIGHT] = trace
 
     def still(run: Any) -> Any:
         def quiet() -> Any:
@@ -65,12 +73,12 @@ def cache_work(layers: int, width: int, heads: int, batch: int, length: int, tim
 
     def compare(results: dict[str, Any]) -> dict[str, float]:
         mine = torch.stack(results[OURS])
-        return {name: worst(mine, torch.stack(results[name])) for name in ("TransformerLens", "nnsight")}
+        return {name: worst(mine, torch.stack(results[name])) for name in (TL, NNSIGHT) if name in results}
 
     return Work(
-        {OURS: still(ours), RAW: still(raw), "TransformerLens": still(lens), "nnsight": still(trace)},
+        {name: still(run) for name, run in runs.items()},
         compare,
-        {"TransformerLens": 1e-4, "nnsight": 1e-4},
+        {TL: 1e-4, NNSIGHT: 1e-4},
         note=f"{layers} layers, d {width}, {batch} × {length}",
     )
 
@@ -89,9 +97,11 @@ def collecting(size: str, device: str) -> Work:
     ]
     module = shapes.neox(6, width, 256, 8).to(device)
     model, x = pl.wrap(module), shapes.tokens(256, examples, length)
-    folder = Path(tempfile.mkdtemp())
+    place = tempfile.TemporaryDirectory()
 
     def ours() -> Any:
+        # Named here, so that the folder lives as long as the work.
+        folder = Path(place.name, "activations")
         shutil.rmtree(folder, ignore_errors=True)
         return pl.collect(model, x, "resid_post", out=folder, dtype=torch.float16)
 
@@ -127,8 +137,20 @@ def importing(size: str, device: str) -> Work:
 
 
 CASES = [
-    Case("cache", "run_with_cache, all resid_post, 6 layers d 512", cache_large, {RAW: -1.05}),
-    Case("cache-small", "run_with_cache, all resid_post, 24 layers d 64, 1 × 8", cache_small, {RAW: -1.25}),
+    Case(
+        "cache",
+        "run_with_cache, all resid_post, 6 layers d 512",
+        cache_large,
+        {RAW: -1.05},
+        takes=(TL, NNSIGHT),
+    ),
+    Case(
+        "cache-small",
+        "run_with_cache, all resid_post, 24 layers d 64, 1 × 8",
+        cache_small,
+        {RAW: -1.25},
+        takes=(TL, NNSIGHT),
+    ),
     Case("collect", "collecting 6 layers × d 512 in float16 to disk", collecting, {RAW: -1.15}),
     Case("import", "import probelens (after torch)", importing, {}),
 ]

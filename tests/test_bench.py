@@ -1,0 +1,174 @@
+"""`probelens bench`: what it lists, runs, keeps and leaves out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from probelens.benchmarks import growth, harness
+from probelens.benchmarks.command import _cases
+from probelens.cli import main
+
+ROWS = {
+    "patch-neox", "patch-mamba", "ablation", "probes", "inlp", "mamba-step", "ssm-states", "cache", "cache-small",
+    "collect", "import",
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
+    def call(*words: object) -> SimpleNamespace:
+        try:
+            status = main(["bench", *map(str, words)])
+        except SystemExit as exit:
+            status = int(exit.code or 0)
+        out, err = capsys.readouterr()
+        return SimpleNamespace(status=status, out=out, err=err)
+
+    return call
+
+
+@pytest.fixture
+def no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = {peer: ("no_such_package_at_all", how) for peer, (_, how) in harness.PEERS.items()}
+    monkeypatch.setattr(harness, "PEERS", absent)
+    monkeypatch.setattr(growth, "PEERS", absent)
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, difference: float) -> None:
+    """A row whose results differ by this much; 1 is allowed."""
+
+    def build(size: str, device: str) -> harness.Work:
+        runs = {harness.OURS: lambda: 0, "other": lambda: 0}
+        return harness.Work(runs, lambda results: {"gap": difference}, {"gap": 1.0})
+
+    case = harness.Case("planted", "nothing", build, {})
+    monkeypatch.setattr("probelens.benchmarks.running.CASES", [case])
+
+
+def test_the_rows_are_listed_in_words_and_as_json(run: Any) -> None:
+    found = run("--list")
+    assert (found.status, found.err) == (0, "")
+    assert {line.partition(":")[0] for line in found.out.splitlines()} == ROWS
+    content = json.loads(run("--list", "--json").out)
+    assert {row["name"] for row in content} == ROWS
+    assert all(row["left_out"] == [] for row in content), "every peer is installed where the tests run"
+
+
+def test_without_the_peers_rows_and_contenders_are_left_out_and_the_package_is_named(
+    run: Any, no_peers: None
+) -> None:
+    left = {row["name"]: row["left_out"] for row in json.loads(run("--list", "--json").out)}
+    lens, mambapy = 'pip install "probelens[transformer-lens]"', "pip install mambapy"
+    for name in ("patch-neox", "patch-mamba", "ssm-states"):
+        assert left[name] == [f"{name} is left out: {lens}"]
+    assert left["mamba-step"] == [f"mamba-step runs without transformers, mambapy: {mambapy}"]
+    assert len(left["cache"]) == 2
+    assert left["probes"] == []
+    alone = run("--only", "patch-neox")
+    assert (alone.status, alone.out) == (2, "")
+    assert lens in alone.err
+    assert [lens in line for line in growth.missing()] == [True, True]
+
+
+def test_a_row_runs_and_its_results_are_equal(run: Any, tmp_path: Path) -> None:
+    out, page = tmp_path / "b.json", tmp_path / "page.md"
+    found = run("--only", "cache", "--repeats", 1, "--out", out, "--page", page, "--json")
+    assert (found.status, found.err) == (0, "")
+    (row,) = json.loads(found.out)["rows"]
+    assert set(row["times"]) == {"probelens", "raw forward", "TransformerLens", "nnsight"}
+    assert row["equal"]
+    assert set(row["differences"]) == {"TransformerLens", "nnsight"}
+    assert max(row["differences"].values()) < 1e-4
+    assert (row["size"], row["repeats"]) == ("quick", 1)
+    assert json.loads(out.read_text())["rows"] == [row]
+    assert "`cache`: 1 runs each" in page.read_text()
+
+
+def test_the_same_row_runs_beside_the_raw_forward_where_no_peer_is_installed(
+    run: Any, no_peers: None
+) -> None:
+    found = run("--only", "cache", "--repeats", 1)
+    assert found.status == 0
+    assert "raw forward" in found.out
+    assert "TransformerLens" not in found.out
+    assert "cache runs without nnsight: pip install" in found.err
+
+
+@pytest.mark.parametrize(
+    ("difference", "status", "says"), [(0.5, 0, "results equal"), (2.0, 1, "RESULTS DIFFER")]
+)
+def test_results_that_differ_are_status_1(
+    run: Any, monkeypatch: pytest.MonkeyPatch, difference: float, status: int, says: str
+) -> None:
+    planted(monkeypatch, difference)
+    found = run("--only", "planted")
+    assert found.status == status
+    assert says in found.out
+    assert ("gap: 2, allowed 1" in found.out) == (status == 1)
+
+
+def test_rows_of_a_file_are_kept_and_the_same_row_is_replaced(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    planted(monkeypatch, 0.5)
+    out = tmp_path / "b.json"
+    out.write_text(json.dumps({"rows": [{"case": "inlp", "device": "cpu", "old": True}]}))
+    for repeats in (1, 2):
+        assert run("--only", "planted", "--repeats", repeats, "--out", out).status == 0
+    inlp, row = json.loads(out.read_text())["rows"]
+    assert inlp["old"]
+    assert (row["case"], row["repeats"]) == ("planted", 2)
+
+
+def test_a_peer_that_is_too_old_leaves_its_row_out(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch, 0.5)
+    monkeypatch.setattr(
+        "probelens.benchmarks.sweeps.shapes.neox", lambda *a: (_ for _ in ()).throw(ImportError("too old"))
+    )
+    found = run("--only", "planted", "patch-neox")
+    assert found.status == 0
+    assert "patch-neox is left out: too old" in found.err
+    assert "planted" in found.out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--only", "cahce"], ["row 'cahce'", "Nearest: cache"]),
+        (["--only"], ["--only"]),
+        (["--size", "quik"], ["'quik'", "Nearest: quick"]),
+        (["--repeats", "0"], ["--repeats 0"]),
+        (["--device", "nowhere"], ["--device 'nowhere'"]),
+        (["--onyl", "cache"], ["--onyl", "Nearest: --only"]),
+        (["--out", "foreign.txt"], ["foreign.txt", "isn't a file of this command"]),
+        (["--out", "list.json"], ["list.json", "isn't a file of this command"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_cannot_be_used_is_status_2_and_runs_nothing(
+    run: Any, words: list[str], says: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "foreign.txt").write_text("not JSON")
+    (tmp_path / "list.json").write_text("[1]")
+    monkeypatch.chdir(tmp_path)
+    found = run(*words)
+    assert (found.status, found.out) == (2, ""), found.err
+    for text in says:
+        assert text in found.err
+    assert (tmp_path / "foreign.txt").read_text() == "not JSON"
+
+
+def test_the_command_of_the_tests_folder_is_the_same_one() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "--list"], cwd=Path(__file__).parent, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    assert {line.partition(":")[0] for line in done.stdout.splitlines()} == set(_cases())
