@@ -99,7 +99,7 @@ def test_help_teaches_with_examples(run: Any) -> None:
     assert found.status == 0
     for text in ("run quickstart", "hooks", "verify", "profile", "report", "exit status"):
         assert text in found.out
-    for command in ("run", "list", "report", "hooks", "verify", "profile"):
+    for command in ("run", "list", "report", "hooks", "verify", "profile", "bench"):
         found = run(command, "--help")
         assert found.status == 0
         assert f"probelens {command}" in found.out.split("examples:")[1], (
@@ -245,7 +245,7 @@ def test_errors_have_a_status_and_no_traceback_unless_asked(
 def test_the_page_and_the_help_have_every_exit_status(run: Any) -> None:
     page = (Path(__file__).parent.parent / "docs" / "command-line.md").read_text()
     assert re.findall(r"^\| (\d+) \|", page, re.M) == ["0", "1", "2", "130", "143"]
-    for words in ((), ("run",), ("hooks",), ("verify",), ("profile",), ("report",), ("list",)):
+    for words in ((), ("run",), ("hooks",), ("verify",), ("profile",), ("report",), ("list",), ("bench",)):
         status = " ".join(run(*words, "--help").out.split()).partition("exit status: ")[2]
         assert re.findall(r"\b(\d+) [at]?", status) == ["0", "1", "2", "130", "143"], words
 
