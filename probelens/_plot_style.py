@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Theme = Literal["auto", "light", "dark"]
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#A17CFD", "#825E2F", "#9F1DFE")
+"""Colours of lines, in order; they can be told apart with a colour deficiency too."""
 MARKERS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "x")
 DASHES = ("dash", "dot", "dashdot", "longdash", "longdashdot")
 GREY = "#7F8791"

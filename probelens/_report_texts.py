@@ -136,3 +136,4 @@ TERMS: dict[str, tuple[str, str]] = {
         "probed, ablated or patched are drawn separately from those of training.",
     ),
 }
+"""Heading and text of each term that a report can explain."""

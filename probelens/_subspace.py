@@ -166,6 +166,9 @@ class Subspace(Result):
         Args:
             other: A subspace of the same width. Random ones overlap by about max(rank) / d.
 
+        Returns:
+            Between 0 and 1; 0 if either has rank 0.
+
         Raises:
             ShapeError: Another width.
         """
@@ -181,6 +184,9 @@ class Subspace(Result):
         Args:
             *others: Subspaces of the same width and mean.
             label: Name of the result; default: the names joined by "+".
+
+        Returns:
+            Of rank at most the sum of the ranks; around this subspace's mean.
 
         Raises:
             ShapeError: Different widths.
@@ -205,6 +211,9 @@ class Subspace(Result):
 
         Args:
             label: Name of the result; default: "not " and this name.
+
+        Returns:
+            Of rank d − rank.
         """
         full = (
             torch.linalg.qr(self.basis.mT, mode="complete").Q.mT if self.rank else torch.eye(self.d).double()

@@ -44,15 +44,38 @@ class Tap(Protocol):
         ...
 
     def wants(self, name: str) -> bool:
-        """Whether anybody listens at the point."""
+        """Whether anybody listens at the point.
+
+        Args:
+            name: Point, by the kernel's short name.
+
+        Returns:
+            True if the tensor must be offered.
+        """
         ...
 
     def edits(self, name: str) -> bool:
-        """Whether anybody that listens may return something else than what was offered."""
+        """Whether anybody that listens may return something else than what was offered.
+
+        Args:
+            name: Point, by the kernel's short name.
+
+        Returns:
+            False when all that listen only read.
+        """
         ...
 
     def positions(self, name: str, length: int | None = None) -> list[int] | None:
-        """Steps at which a state point must be offered one by one; None for every step."""
+        """Steps at which a state point must be offered one by one; None for every step.
+
+        Args:
+            name: State point, by the kernel's short name.
+            length: How many steps there are, to count negative positions from the end; None where that
+                isn't known.
+
+        Returns:
+            Positions in order; None for every step.
+        """
         ...
 
 
@@ -70,12 +93,37 @@ class NullTap:
         return tensor
 
     def wants(self, name: str) -> bool:
+        """Nobody listens.
+
+        Args:
+            name: Point.
+
+        Returns:
+            False.
+        """
         return False
 
     def edits(self, name: str) -> bool:
+        """Nobody edits.
+
+        Args:
+            name: Point.
+
+        Returns:
+            False.
+        """
         return False
 
     def positions(self, name: str, length: int | None = None) -> list[int] | None:
+        """No step needs to be offered.
+
+        Args:
+            name: State point.
+            length: How many steps there are.
+
+        Returns:
+            An empty list.
+        """
         return []
 
 

@@ -57,6 +57,7 @@ class AblationResult(Result):
         chance: What the metric gets by guessing.
         path: How the engine ran: "resume", "skip" or "full"; see ``sweep``.
         refit_by_position: Accuracy of the refitted linear probe at each position. (target, pos)
+        extra: What the caller wants to keep with the result; saved and loaded with it.
     """
 
     rows: list[dict[str, Any]]
@@ -83,7 +84,14 @@ class AblationResult(Result):
         return [row for row in self.rows if row["condition"] not in CONTROLS]
 
     def plot(self, title: str | None = None) -> go.Figure:
-        """Drop by layer beside its controls, and the refitted probe below."""
+        """Drop by layer beside its controls, and the refitted probe below.
+
+        Args:
+            title: Shown above the figure.
+
+        Returns:
+            A figure of two panels.
+        """
         from probelens import plots
 
         return plots.ablation(
@@ -282,6 +290,13 @@ def feeds_readout(model: HookedModel, site: str) -> bool:
     """Whether a site is what the linear readout reads, so that erasing there must damage the answer.
 
     True after the final norm, and at the last block's output where no norm follows it.
+
+    Args:
+        model: The wrapped model.
+        site: Canonical name of a hook point.
+
+    Returns:
+        True if nothing but a norm and the unembedding come after it.
     """
     if site in ("ln_final.hook_out", "unembed.hook_in"):
         return True

@@ -54,6 +54,8 @@ class ModelConfig:
         d_vocab_out: Number of logits.
         model_name: Class or hub name.
         architecture: Adapter's name for the family.
+        device: Where the inputs go.
+        dtype: Of the parameters.
         extra: Sizes of this family only, such as ``d_state``.
     """
 
@@ -80,7 +82,14 @@ class ModelConfig:
 
 @dataclass
 class Call:
-    """One call of the user's module, ready to make: arguments, and the tokens if there are any."""
+    """One call of the user's module, ready to make: arguments, and the tokens if there are any.
+
+    Args:
+        args: Positional arguments of the forward.
+        kwargs: Keyword arguments of the forward.
+        tokens: Token ids; None for inputs of another kind. (batch, pos)
+        mask: 1 for real tokens, 0 for padding; None for no padding. (batch, pos)
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -89,7 +98,11 @@ class Call:
 
 
 class StopForward(BaseException):
-    """Ends a forward pass early; carries the residual. Never leaves ``HookedModel``."""
+    """Ends a forward pass early; carries the residual. Never leaves ``HookedModel``.
+
+    Args:
+        resid: The residual stream where the forward ended. (batch, pos, d_model)
+    """
 
     def __init__(self, resid: Tensor) -> None:
         super().__init__("forward pass stopped on purpose")
@@ -109,6 +122,9 @@ def swapped_forward(
         module: The module.
         forward: What to run.
         reads_weights: False leaves weights that accelerate offloaded where they are.
+
+    Yields:
+        Nothing.
     """
     if reads_weights:
         forward = with_weights(module, forward)
@@ -146,7 +162,8 @@ class Adapter:
         self.module = module
         self.blocks: list[str] = []
         self.parts: dict[str, str] = {}
-        # From canonical path segments to the module's own, for edit_weights: {"mixer": "mixer"}.
+        # From canonical path segments to the module's own, for edit_weights: {"mixer": "mixer"}, and
+        # {"1.mixer": "inner.mixer"} where block 1 has it at another place.
         self.segments: dict[str, str] = {}
         self.cfg = ModelConfig(n_layers=0, d_model=0)
         self.tokenizer: Any = None
@@ -155,12 +172,27 @@ class Adapter:
 
     @classmethod
     def matches(cls, module: Any) -> bool:
-        """Whether this adapter knows the module. Must be cheap and import nothing heavy."""
+        """Whether this adapter knows the module. Must be cheap and import nothing heavy.
+
+        Args:
+            module: Any object that a user passes to ``wrap``.
+
+        Returns:
+            True if ``wrap`` may choose this adapter.
+        """
         return False
 
     @classmethod
     def wrap(cls, module: Any, **options: Any) -> HookedModel:
-        """The hooked model for a module this adapter matches."""
+        """The hooked model for a module this adapter matches.
+
+        Args:
+            module: The user's module.
+            options: Passed to the adapter.
+
+        Returns:
+            The hooked model.
+        """
         from probelens.model import HookedModel
 
         return HookedModel(module, cls(module, **options))
@@ -193,19 +225,45 @@ class Adapter:
         return out
 
     def block_points(self, layer: int, path: str) -> list[HookPoint]:
-        """Points between a block's resid_pre and resid_post. The base class has none."""
+        """Points between a block's resid_pre and resid_post. The base class has none.
+
+        Args:
+            layer: Number of the block.
+            path: Its module path.
+
+        Returns:
+            Points in the order in which they are computed.
+        """
         return []
 
     def absent(self, name: str) -> str | None:
-        """Why a point that other architectures have is absent here, or None."""
+        """Why a point that other architectures have is absent here, or None.
+
+        Args:
+            name: Canonical name of a point.
+
+        Returns:
+            One sentence for the user, or None if there is nothing to say.
+        """
         return None
 
     def find(self, name: str) -> HookPoint | None:
-        """A point that isn't advertised but can be hooked under a name of the backend's own, or None."""
+        """A point that isn't advertised but can be hooked under a name of the backend's own, or None.
+
+        Args:
+            name: A name that isn't among the advertised points.
+
+        Returns:
+            The point, or None if there is none.
+        """
         return None
 
     def attach(self, board: Switchboard, point: HookPoint) -> Sequence[Any]:
         """Make the model call ``board.fire(point.name, tensor)`` at a boundary point.
+
+        Args:
+            board: Where to hand the tensor.
+            point: The boundary point.
 
         Returns:
             Handles whose ``remove()`` undoes it.
@@ -216,7 +274,20 @@ class Adapter:
         self, name: str, path: str, side: Any, *, axes: Sequence[str] = RESID,
         aliases: Sequence[str] = (), note: str = "", **site: Any,
     ) -> HookPoint:  # fmt: skip
-        """A hook point at a module's input ("in") or output ("out")."""
+        """A hook point at a module's input ("in") or output ("out").
+
+        Args:
+            name: Canonical name.
+            path: Module path below the wrapped module.
+            side: "in" for an argument, "out" for the return value.
+            axes: Names of the axes of the tensor that a hook gets.
+            aliases: Other names for the same point.
+            note: What a reader should know.
+            site: Further fields of ``Site``, such as ``index`` or ``heads``.
+
+        Returns:
+            The point.
+        """
         where = Site(path, side, **site)
         return HookPoint(name, "boundary", tuple(axes), path, tuple(aliases), where, note=note)
 
@@ -224,11 +295,34 @@ class Adapter:
         self, name: str, path: str, *, axes: Sequence[str], aliases: Sequence[str] = (),
         step: bool = False, note: str = "",
     ) -> HookPoint:  # fmt: skip
-        """A hook point inside the forward of the module at ``path``."""
+        """A hook point inside the forward of the module at ``path``.
+
+        Args:
+            name: Canonical name.
+            path: Path of the module in whose forward it lies.
+            axes: Names of the axes of the tensor that a hook gets.
+            aliases: Other names for the same point.
+            step: True for recurrent state: the hook is called once per position.
+            note: What a reader should know.
+
+        Returns:
+            The point.
+        """
         return HookPoint(name, "interior", tuple(axes), path, tuple(aliases), None, step, note)
 
     def instrument(self, path: str, tap: Tap) -> contextlib.AbstractContextManager[None]:
-        """Swap in the instrumented forward of one module while the context lasts."""
+        """Swap in the instrumented forward of one module while the context lasts.
+
+        Args:
+            path: Module path.
+            tap: Who listens and edits inside it.
+
+        Returns:
+            A context; on leaving it the module's own forward is back.
+
+        Raises:
+            InputError: The adapter has no instrumented forward for this module.
+        """
         raise InputError(f"adapter {self.name!r} has no instrumented forward for {path!r}")
 
     def instrumented_paths(self) -> list[str]:
@@ -236,7 +330,14 @@ class Adapter:
         return []
 
     def tap_names(self, path: str) -> dict[str, str]:
-        """From an instrumented forward's short names to canonical ones, for the module at ``path``."""
+        """From an instrumented forward's short names to canonical ones, for the module at ``path``.
+
+        Args:
+            path: Module path.
+
+        Returns:
+            Canonical name by short name, interior points only.
+        """
         return {
             point.name.rsplit(".", 1)[1]: point.name
             for point in self.all_points
@@ -257,7 +358,14 @@ class Adapter:
         return self.device_of(self.parts.get("embed", "")) or self.device_of("") or torch.device("cpu")
 
     def device_of(self, path: str) -> torch.device | None:
-        """Where the module at ``path`` runs: the device of its first parameter; None if it has none."""
+        """Where the module at ``path`` runs: the device of its first parameter; None if it has none.
+
+        Args:
+            path: Module path.
+
+        Returns:
+            The device, for weights that accelerate offloaded the one on which they will run; or None.
+        """
         module = self.module.get_submodule(path)
         found = next(module.parameters(), None)
         if found is None:
@@ -266,7 +374,14 @@ class Adapter:
         return offloaded or found.device
 
     def accepts(self, keyword: str) -> bool:
-        """Whether the module's forward takes this keyword."""
+        """Whether the module's forward takes this keyword.
+
+        Args:
+            keyword: Name of an argument.
+
+        Returns:
+            True also where the forward takes any keyword.
+        """
         if self._accepted is None:
             found = inspect.signature(type(self.module).forward).parameters
             self._accepted = set(found)
@@ -281,6 +396,12 @@ class Adapter:
             tokens: The input, on the right device. (batch, pos)
             mask: 1 for real tokens, 0 for padding. (batch, pos)
             extra: Further keywords from the user.
+
+        Returns:
+            Positional arguments, keywords, and the tokens if they are any.
+
+        Raises:
+            InputError: A mask for a module whose forward takes no attention_mask.
         """
         if mask is not None:
             if not self.accepts("attention_mask"):
@@ -296,16 +417,39 @@ class Adapter:
         return list(self.module.modules())
 
     def run(self, call: Call) -> Any:
-        """Call the module, and give back what it returned."""
+        """Call the module, and give back what it returned.
+
+        Args:
+            call: Arguments, made by ``call``.
+
+        Returns:
+            Whatever the module returns.
+        """
         return self.module(*call.args, **call.kwargs)
 
     def resid_call(self, resid: Tensor, mask: Tensor | None, extra: dict[str, Any]) -> Call:
-        """Arguments for a run whose residual is put in by ``starting_at``: only shapes matter."""
+        """Arguments for a run whose residual is put in by ``starting_at``: only shapes matter.
+
+        Args:
+            resid: Residual that enters the first block that runs. (batch, pos, d_model)
+            mask: 1 for real tokens, 0 for padding. (batch, pos)
+            extra: Further keywords from the user.
+
+        Returns:
+            A call on tokens of the same batch and length; what they are doesn't matter.
+        """
         tokens = torch.zeros(resid.shape[:2], dtype=torch.long, device=resid.device)
         return self.call(tokens, mask, extra)
 
     def output(self, raw: Any) -> Tensor:
-        """The logits (or main output) in what the module returned. (batch, pos, d_vocab)"""
+        """The logits (or main output) in what the module returned.
+
+        Args:
+            raw: What the module returned.
+
+        Returns:
+            Logits, or the main output. (batch, pos, d_vocab)
+        """
         return pick(raw, "logits" if isinstance(raw, Mapping) and "logits" in raw else None, "output")
 
     def loss(self, logits: Tensor, call: Call, per_token: bool = False) -> Tensor:
@@ -345,11 +489,24 @@ class Adapter:
         """Whether block ``layer`` or a later one reads something else than the residual stream.
 
         Then a patched residual doesn't bring another run back, and no run can start there.
+
+        Args:
+            layer: Number of a block.
+
+        Returns:
+            True where runs can't start at this block.
         """
         return False
 
     def resumer(self, model: HookedModel) -> Resumer | None:
-        """How runs go on from the middle of a sequence, for the engine of sweeps; None where they can't."""
+        """How runs go on from the middle of a sequence, for the engine of sweeps; None where they can't.
+
+        Args:
+            model: The wrapped model.
+
+        Returns:
+            An object that restarts runs in mid-sequence, or None.
+        """
         return None
 
     def can_skip(self) -> bool:
@@ -357,7 +514,14 @@ class Adapter:
         return bool(self.blocks) and ("ln_final" in self.parts or "unembed" in self.parts)
 
     def after_blocks(self) -> str:
-        """The module that reads the residual after the last block."""
+        """The module that reads the residual after the last block.
+
+        Returns:
+            Its path.
+
+        Raises:
+            InputError: The architecture has no known module after its blocks.
+        """
         for part in ("ln_final", "unembed"):
             if part in self.parts:
                 return self.parts[part]
@@ -368,7 +532,14 @@ class Adapter:
 
     @contextlib.contextmanager
     def stopping_at(self, layer: int) -> Iterator[None]:
-        """End the forward where block ``layer`` (or what follows the last one) would begin."""
+        """End the forward where block ``layer`` (or what follows the last one) would begin.
+
+        Args:
+            layer: Block before which the forward ends; the number of blocks for after the last.
+
+        Yields:
+            Nothing; a forward inside the block raises ``StopForward``, which carries the residual.
+        """
         path = self.blocks[layer] if layer < len(self.blocks) else self.after_blocks()
         thread = threading.get_ident()
 
@@ -387,7 +558,15 @@ class Adapter:
 
     @contextlib.contextmanager
     def starting_at(self, layer: int, resid: Tensor) -> Iterator[None]:
-        """Skip the blocks before ``layer`` and feed it ``resid``."""
+        """Skip the blocks before ``layer`` and feed it ``resid``.
+
+        Args:
+            layer: First block that runs.
+            resid: What enters it. (batch, pos, d_model)
+
+        Yields:
+            Nothing; the forward is the module's own again afterwards.
+        """
         thread = threading.get_ident()
         outputs = self._outputs_of_block() if layer else 0
 

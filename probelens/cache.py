@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["ActivationCache", "Slice", "act_name", "slice_positions"]
 
 Slice = int | slice | list[int] | Tensor | tuple[Any, ...] | None
+"""Positions or examples: an int, a slice, a list, a tensor, `(start, stop)` as in TransformerLens, or None for all."""
 
 _LAYER_TYPES = {"a": "attn", "m": "mlp", "b": "", "block": "", "blocks": "", "attention": "attn"}
 _SHORT = {
@@ -96,6 +97,9 @@ def slice_positions(tensor: Tensor, pos: Slice, axis: int = 1) -> Tensor:
         tensor: (batch, pos, ...)
         pos: None, int, slice, list or tensor of positions, or TransformerLens' ``(start, stop)``.
         axis: Where the positions are.
+
+    Returns:
+        The positions kept, in the order asked for: (batch, kept, ...), or (batch, ...) for an int.
 
     Raises:
         ShapeError: The tensor has no position axis, or a position is out of range.
@@ -207,16 +211,31 @@ class ActivationCache(Mapping[str, Tensor]):
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> ActivationCache:
-        """Move every activation to a device or a dtype; changes this cache, and returns it."""
+        """Move every activation to a device or a dtype; changes this cache, and returns it.
+
+        Args:
+            device: Where to; None leaves it.
+            dtype: Which dtype; None leaves it.
+
+        Returns:
+            This cache.
+        """
         self.cache_dict = {n: t.to(device=device, dtype=dtype) for n, t in self.cache_dict.items()}
         return self
 
     def toggle_autodiff(self, mode: bool = False) -> None:
-        """``torch.set_grad_enabled(mode)``, for the whole process, as in TransformerLens."""
+        """``torch.set_grad_enabled(mode)``, for the whole process, as in TransformerLens.
+
+        Args:
+            mode: Whether gradients are recorded from now on.
+        """
         torch.set_grad_enabled(mode)
 
     def remove_batch_dim(self) -> ActivationCache:
         """Remove the batch axis; changes this cache, and returns it.
+
+        Returns:
+            This cache, with tensors (pos, ...).
 
         Raises:
             ShapeError: More than one example.
@@ -234,7 +253,17 @@ class ActivationCache(Mapping[str, Tensor]):
         return self
 
     def apply_slice_to_batch_dim(self, batch_slice: Slice) -> ActivationCache:
-        """A cache with some examples only; an int removes the batch axis."""
+        """A cache with some examples only; an int removes the batch axis.
+
+        Args:
+            batch_slice: None, int, slice, list or tensor of examples, or ``(start, stop)``.
+
+        Returns:
+            A new cache; this one is left alone.
+
+        Raises:
+            ShapeError: The batch axis is gone already.
+        """
         if not self.has_batch_dim:
             raise ShapeError("this cache has no batch axis any more (remove_batch_dim was called)")
         index = slice(*batch_slice) if isinstance(batch_slice, tuple) else batch_slice

@@ -178,6 +178,9 @@ def padding_mask(mask: Tensor | None) -> Tensor | None:
 
     Args:
         mask: True on real tokens. (example, pos)
+
+    Returns:
+        1 for real tokens, 0 for padding, or None. (example, pos)
     """
     if mask is None or bool(mask.all()):
         return None

@@ -46,6 +46,7 @@ class ComponentResult(Result):
         metric: Name of the metric.
         chance: What the metric gets by guessing.
         path: How the engine ran: "resume", "skip" or "full"; see ``sweep``.
+        extra: What the caller wants to keep with the result; saved and loaded with it.
     """
 
     rows: list[dict[str, Any]]

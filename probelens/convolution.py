@@ -27,6 +27,7 @@ __all__ = ["VARIANTS", "ablate_convolution"]
 
 Variant = Literal["current_tap", "delta", "zero", "mean", "resample_past"]
 VARIANTS: tuple[Variant, ...] = ("current_tap", "delta", "zero", "mean", "resample_past")
+"""The ways to ablate a convolution."""
 
 
 def ablate_convolution(

@@ -34,6 +34,7 @@ class DoseResult(Result):
         clean: The metric of each example without ablation. (example,)
         label: The variable.
         metric: Name of the metric.
+        extra: What the caller wants to keep with the result; saved and loaded with it.
     """
 
     rows: list[dict[str, Any]]
@@ -57,6 +58,9 @@ class DoseResult(Result):
 
         Args:
             by: "rank" or "alpha"; None for the one that varies.
+
+        Returns:
+            A line chart; of several values of the other dose the largest is shown.
         """
         import plotly.express as px
 

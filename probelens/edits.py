@@ -58,7 +58,15 @@ class Edit:
     pos: Positions = None
 
     def new(self, tensor: Tensor, hook: HookPoint | None) -> Tensor:
-        """What the tensor becomes where the edit applies; subclasses say."""
+        """What the tensor becomes where the edit applies; subclasses say.
+
+        Args:
+            tensor: The activation where the edit applies. (batch, pos, ...)
+            hook: The hook point, for messages; None outside a model.
+
+        Returns:
+            The new activation, of the same shape.
+        """
         raise NotImplementedError
 
     def __call__(self, tensor: Tensor, hook: HookPoint | None = None) -> Tensor:
@@ -83,7 +91,11 @@ class Edit:
 
 @dataclass(frozen=True, eq=False)
 class Zero(Edit):
-    """Zero ablation. It takes activations far off their distribution: prefer ``Resample``."""
+    """Zero ablation. It takes activations far off their distribution: prefer ``Resample``.
+
+    Args:
+        pos: Where; see ``Edit``.
+    """
 
     def new(self, tensor: Tensor, hook: HookPoint | None) -> Tensor:
         return torch.zeros_like(tensor)
@@ -91,7 +103,12 @@ class Zero(Edit):
 
 @dataclass(frozen=True, eq=False)
 class Mean(Edit):
-    """Mean ablation with given means: one for all positions (d, ...) or one per position (pos, d, ...)."""
+    """Mean ablation with given means: one for all positions (d, ...) or one per position (pos, d, ...).
+
+    Args:
+        pos: Where; see ``Edit``.
+        value: Means over examples. (d, ...) or (pos, d, ...)
+    """
 
     value: Tensor | None = None
 
@@ -102,7 +119,12 @@ class Mean(Edit):
 
 @dataclass(frozen=True, eq=False)
 class Replace(Edit):
-    """Put given values in place: (...), (pos, ...) or (batch, pos, ...); (batch, ...) at one step."""
+    """Put given values in place: (...), (pos, ...) or (batch, pos, ...); (batch, ...) at one step.
+
+    Args:
+        pos: Where; see ``Edit``.
+        value: What is put in place: (...), (pos, ...) or (batch, pos, ...).
+    """
 
     value: Tensor | None = None
 
@@ -113,7 +135,13 @@ class Replace(Edit):
 
 @dataclass(frozen=True, eq=False)
 class Add(Edit):
-    """Add ``alpha`` times a vector or tensor: steering."""
+    """Add ``alpha`` times a vector or tensor: steering.
+
+    Args:
+        pos: Where; see ``Edit``.
+        value: What is added: (d, ...), (pos, d, ...) or (batch, pos, d, ...).
+        alpha: Factor.
+    """
 
     value: Tensor | None = None
     alpha: float = 1.0
@@ -126,7 +154,12 @@ class Add(Edit):
 
 @dataclass(frozen=True, eq=False)
 class Scale(Edit):
-    """Multiply by ``factor``; 0 is ``Zero``, 1 changes nothing."""
+    """Multiply by ``factor``; 0 is ``Zero``, 1 changes nothing.
+
+    Args:
+        pos: Where; see ``Edit``.
+        factor: The factor.
+    """
 
     factor: float = 1.0
 
@@ -139,6 +172,7 @@ class Resample(Edit):
     """Take the activation of another example at the same position.
 
     Args:
+        pos: Where; see ``Edit``.
         source: Activations of other runs at the same point. (example, pos, ...)
         seed: Seeds the assignment. Edits with the same seed and sizes take the same examples, so
             resampling several points at once stays a joint sample.
@@ -150,6 +184,18 @@ class Resample(Edit):
     rows: Tensor | None = None
 
     def new(self, tensor: Tensor, hook: HookPoint | None) -> Tensor:
+        """The activations of the drawn examples.
+
+        Args:
+            tensor: The activation where the edit applies. (batch, pos, ...)
+            hook: The hook point, for messages; None outside a model.
+
+        Returns:
+            Rows of ``source``, of the same shape.
+
+        Raises:
+            ShapeError: ``rows`` or ``source`` don't fit the tensor.
+        """
         assert self.source is not None
         rows = self.draw(tensor.shape[0])
         if rows.shape != tensor.shape[:1]:
@@ -159,10 +205,16 @@ class Resample(Edit):
         return _fit("source", self.source[rows.to(self.source.device)], tensor, hook)
 
     def draw(self, batch: int) -> Tensor:
-        """The example that each row takes. (batch,)
+        """The example that each row takes.
 
         When batch and source have the same size they are taken to be the same examples, and no row
         takes its own: a random cyclic order of the examples is shifted by one.
+
+        Args:
+            batch: Rows of the batch.
+
+        Returns:
+            Index into ``source`` for each row. (batch,) int64
         """
         if self.rows is not None:
             return self.rows
@@ -182,6 +234,7 @@ class Project(Edit):
     """Take ``alpha`` of a subspace away: x + α (projected x − x).
 
     Args:
+        pos: Where; see ``Edit``.
         subspace: What to remove.
         alpha: Dose: 0 leaves x, 1 removes all, 2 reflects.
         raw: Set the directions to zero (``project_out_raw``) instead of to their mean.
@@ -205,7 +258,13 @@ class Project(Edit):
 
 @dataclass(frozen=True, eq=False)
 class Erase(Edit):
-    """Apply ``alpha`` of an eraser, or of any map of activations: x + α (r(x) − x)."""
+    """Apply ``alpha`` of an eraser, or of any map of activations: x + α (r(x) − x).
+
+    Args:
+        pos: Where; see ``Edit``.
+        eraser: Maps activations to erased ones of the same shape, such as an ``Eraser``.
+        alpha: Dose: 0 leaves x, 1 is the eraser.
+    """
 
     eraser: Callable[[Tensor], Tensor] | None = None
     alpha: float = 1.0
@@ -221,6 +280,9 @@ def zero(pos: Positions = None) -> Zero:
     Args:
         pos: Where; see ``Edit``.
 
+    Returns:
+        The edit, to be used as a hook function.
+
     Examples:
         >>> zero(pos=-1)(torch.ones(1, 3))
         tensor([[1., 1., 0.]])
@@ -235,6 +297,9 @@ def mean(value: Tensor, pos: Positions = None) -> Mean:
         value: Means over examples: for all positions (...) or for each (pos, ...), where (...) are
             the axes of the point after batch and pos.
         pos: Where; see ``Edit``.
+
+    Returns:
+        The edit, to be used as a hook function.
 
     Raises:
         InputError: NaN.
@@ -259,6 +324,9 @@ def resample(source: Tensor, seed: int = 0, pos: Positions = None, *, rows: Tens
         seed: Seeds which example each row takes.
         pos: Where; see ``Edit``.
         rows: Choose the examples instead. (batch,)
+
+    Returns:
+        The edit, to be used as a hook function.
 
     Raises:
         InputError: NaN, or no examples.
@@ -285,6 +353,9 @@ def project(
         raw: To zero instead of to the mean.
         keep: Keep the subspace and remove the rest.
 
+    Returns:
+        The edit, to be used as a hook function.
+
     Raises:
         InputError: ``raw`` and ``keep`` together.
 
@@ -307,6 +378,9 @@ def erase(eraser: Callable[[Tensor], Tensor], alpha: float = 1.0, pos: Positions
         alpha: Dose, 0 to 1.
         pos: Where; see ``Edit``.
 
+    Returns:
+        The edit, to be used as a hook function.
+
     Examples:
         >>> erase(lambda x: -x, alpha=0.5)(torch.ones(1, 2))
         tensor([[0., 0.]])
@@ -321,6 +395,9 @@ def replace(value: Tensor, pos: Positions = None) -> Replace:
         value: (...), (pos, ...) or (batch, pos, ...), where (...) are the axes of the point after
             batch and pos; a number fills.
         pos: Where; see ``Edit``.
+
+    Returns:
+        The edit, to be used as a hook function.
 
     Raises:
         InputError: NaN.
@@ -337,9 +414,12 @@ def add(value: Tensor, alpha: float = 1.0, pos: Positions = None) -> Add:
     """Add a vector.
 
     Args:
-        value: As in ``replace``.
+        value: (...), (pos, ...) or (batch, pos, ...), as in ``replace``.
         alpha: Factor.
         pos: Where; see ``Edit``.
+
+    Returns:
+        The edit, to be used as a hook function.
 
     Raises:
         InputError: NaN.
@@ -357,6 +437,9 @@ def scale(factor: float, pos: Positions = None) -> Scale:
     Args:
         factor: The factor.
         pos: Where; see ``Edit``.
+
+    Returns:
+        The edit, to be used as a hook function.
 
     Examples:
         >>> scale(2.0)(torch.ones(1, 2))

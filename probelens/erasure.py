@@ -124,6 +124,9 @@ class LeaceFitter:
     Args:
         tol: Canonical correlations up to this count as zero.
 
+    Raises:
+        InputError: ``tol`` outside [0, 1).
+
     Units:
         Memory: d² + d k numbers in float64, whatever the number of rows. Time: O(n d²) to collect,
         O(d³) for the eraser.

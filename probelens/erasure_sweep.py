@@ -51,6 +51,7 @@ class ErasureResult(Result):
         method: "leace" or "inlp".
         label: The variable.
         margin: At chance means accuracy ≤ baseline + margin.
+        extra: What the caller wants to keep with the result; saved and loaded with it.
     """
 
     rows: list[dict[str, Any]]
@@ -72,7 +73,14 @@ class ErasureResult(Result):
         return pd.DataFrame(self.rows)
 
     def plot(self, title: str | None = None) -> go.Figure:
-        """Drop by layer beside its controls, and the refitted probes below."""
+        """Drop by layer beside its controls, and the refitted probes below.
+
+        Args:
+            title: Shown above the figure.
+
+        Returns:
+            A figure of two panels.
+        """
         from probelens import plots
 
         table = self.ablation.to_dataframe()

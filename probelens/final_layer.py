@@ -55,6 +55,7 @@ class PatchSitesResult(Result):
         mode: "denoise" or "noise".
         metric: Name of the metric.
         path: How the engine ran: "resume", "skip" or "full"; see ``sweep``.
+        extra: What the caller wants to keep with the result; saved and loaded with it.
     """
 
     rows: list[dict[str, Any]]
@@ -83,6 +84,12 @@ class PatchSitesResult(Result):
     def row(self, site: str) -> dict[str, Any]:
         """The row of a site.
 
+        Args:
+            site: Letter of the site.
+
+        Returns:
+            What is in ``rows``.
+
         Raises:
             InputError: It was not measured.
         """
@@ -93,6 +100,12 @@ class PatchSitesResult(Result):
 
     def recovery(self, site: str) -> float:
         """Recovery at a site.
+
+        Args:
+            site: Letter of the site.
+
+        Returns:
+            1 where the clean answer is restored, 0 where nothing changes; not clipped.
 
         Raises:
             InputError: It was not measured, or doesn't apply; the message says why.
@@ -109,7 +122,14 @@ class PatchSitesResult(Result):
         return pd.DataFrame(self.rows)
 
     def plot(self, title: str | None = None) -> go.Figure:
-        """Recovery by site with intervals; hollow where the value is forced by the architecture."""
+        """Recovery by site with intervals; hollow where the value is forced by the architecture.
+
+        Args:
+            title: Shown above the figure.
+
+        Returns:
+            A dot plot.
+        """
         from probelens._plot_sites import sites_figure
 
         return sites_figure(self.rows, self.mode, title)

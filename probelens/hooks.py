@@ -26,18 +26,34 @@ if TYPE_CHECKING:
 __all__ = ["At", "HookFn", "HookPoint", "Site", "Switchboard", "Tap", "at"]
 
 HookFn = Callable[..., "Tensor | None"]
+"""A hook: `fn(tensor, hook)` returns the tensor to go on with, or None for no change."""
 Direction = Literal["fwd", "bwd"]
 
 
 @dataclass(frozen=True)
 class At:
-    """A hook function limited to some positions; made by ``at``."""
+    """A hook function limited to some positions; made by ``at``.
+
+    Args:
+        positions: Where; negative ones count from the end.
+        fn: ``fn(tensor, hook)`` for one position: the tensor comes without its position axis.
+    """
 
     positions: tuple[int, ...]
     fn: HookFn
 
     def resolve(self, length: int) -> list[int]:
-        """The positions counted from the start. Raises InputError outside ``length``."""
+        """The positions counted from the start.
+
+        Args:
+            length: How many positions the sequence has.
+
+        Returns:
+            Numbers from 0 to ``length`` − 1.
+
+        Raises:
+            InputError: A position outside ``length``.
+        """
         bad = [p for p in self.positions if not -length <= p < length]
         if bad:
             raise InputError(
@@ -212,17 +228,38 @@ class Tap:
         return self._board.fire(full, tensor, pos, length)
 
     def wants(self, name: str) -> bool:
-        """Whether anybody listens at the point, in this thread."""
+        """Whether anybody listens at the point, in this thread.
+
+        Args:
+            name: Short name of the point.
+
+        Returns:
+            True if the tensor must be offered.
+        """
         return bool(self._board.listeners(self._names.get(name)))
 
     def edits(self, name: str) -> bool:
-        """Whether a listener may change the tensor; False when all of them only read."""
+        """Whether a listener may change the tensor; False when all of them only read.
+
+        Args:
+            name: Short name of the point.
+
+        Returns:
+            False also when nobody listens.
+        """
         return any(not e.reads for e in self._board.listeners(self._names.get(name)))
 
     def positions(self, name: str, length: int | None = None) -> list[int] | None:
         """Steps at which a state point must be offered one by one: None for every step.
 
         Somebody who reads beside somebody who edits needs every step, as edited.
+
+        Args:
+            name: Short name of the state point.
+            length: How many steps there are, to count negative positions from the end.
+
+        Returns:
+            Positions in order; None for every step.
         """
         found: set[int] = set()
         for entry in self._board.listeners(self._names.get(name)):
@@ -262,20 +299,41 @@ class Switchboard:
                 self._muted.discard(thread)
 
     def listeners(self, name: str | None) -> list[Entry]:
-        """The entries at a point that this thread's calls reach."""
+        """The entries at a point that this thread's calls reach.
+
+        Args:
+            name: Canonical name; None for a point that the model doesn't advertise.
+
+        Returns:
+            Entries in the order in which they came.
+        """
         if name is None or threading.get_ident() in self._muted:
             return []
         return [e for e in self.entries.get(name, ()) if e.here()]
 
     def fire(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
-        """Hand a tensor to every listener at a point, in the order in which they came."""
+        """Hand a tensor to every listener at a point, in the order in which they came.
+
+        Args:
+            name: Canonical name of the point.
+            tensor: The activation, in the point's axes. (batch, pos, ...), or (batch, ...) of one step
+            pos: Which step it is, at a state point.
+            length: How many steps there are.
+
+        Returns:
+            What the model goes on with, of the same shape.
+        """
         for entry in self.listeners(name):
             hook = entry.point if pos is None else entry.point.at(pos, length)
             tensor = entry.forward(tensor, hook)
         return tensor
 
     def add(self, entries: Iterable[Entry]) -> None:
-        """Start listening. On an error nothing of the call stays behind."""
+        """Start listening. On an error nothing of the call stays behind.
+
+        Args:
+            entries: Functions at points.
+        """
         added: list[Entry] = []
         with self._lock:
             try:
@@ -293,7 +351,11 @@ class Switchboard:
                 raise
 
     def remove(self, entries: Iterable[Entry]) -> None:
-        """Stop listening, and take away what nobody needs any more."""
+        """Stop listening, and take away what nobody needs any more.
+
+        Args:
+            entries: Those to take away; ones that aren't there are passed over.
+        """
         with self._lock:
             for entry in entries:
                 entry.active = False
@@ -313,7 +375,14 @@ class Switchboard:
 
     @contextlib.contextmanager
     def listening(self, entries: Sequence[Entry]) -> Iterator[None]:
-        """``add`` on entering, ``remove`` on every way out."""
+        """``add`` on entering, ``remove`` on every way out.
+
+        Args:
+            entries: Functions at points.
+
+        Yields:
+            Nothing.
+        """
         self.add(entries)
         try:
             yield
@@ -322,7 +391,14 @@ class Switchboard:
 
     @contextlib.contextmanager
     def instrumented(self, paths: Iterable[str]) -> Iterator[None]:
-        """Run the instrumented forward of these modules whether or not anybody listens."""
+        """Run the instrumented forward of these modules whether or not anybody listens.
+
+        Args:
+            paths: Module paths.
+
+        Yields:
+            Nothing.
+        """
         done: list[str] = []
         with eager():
             try:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["STATISTICS", "ProfileIndices", "profile_indices", "profile_statistics", "reversal", "verdict"]
 
 STATISTICS = ("com", "concentration", "final_share", "early_share", "l95")
+"""Names of the profile statistics."""
 
 SOLVED = 0.95
 READABLE = 0.2
@@ -168,10 +169,10 @@ def profile_indices(
         accuracy: Accuracy of each test sequence at each layer, embedding first:
             (seed, sequence, layer + 1), a list with one (sequence, layer + 1) per seed, or
             (row, layer + 1) with ``seeds``.
-        baseline: What a guess gets: one number, or one per seed.
-        seeds: Seed of each row of flat accuracies.
-        solved: The model's own accuracy at positions over 20: one number, or one per seed. None
-            skips this check, for pretrained models that were not trained on the task.
+        baseline: What a guess gets: one number () or one per seed. (seed,)
+        seeds: Seed of each row of flat accuracies. (row,)
+        solved: The model's own accuracy at positions over 20: one number () or one per seed, (seed,).
+            None skips this check, for pretrained models that were not trained on the task.
         n_draws: Bootstrap draws.
         level: Nominal coverage.
         seed: Seeds the draws.

@@ -24,11 +24,14 @@ class ModelInputs(PointNames):
         return self.adapter.tokenizer
 
     def to_tokens(self, input: str | list[str], prepend_bos: bool | None = None) -> Tensor:
-        """Token ids of text, padded to the longest. (batch, pos)
+        """Token ids of text, padded to the longest.
 
         Args:
             input: One string or several.
             prepend_bos: Put the beginning-of-sequence token in front; None for the tokenizer's habit.
+
+        Returns:
+            Ids, int64. (batch, pos)
 
         Raises:
             InputError: The model has no tokenizer.
@@ -36,7 +39,14 @@ class ModelInputs(PointNames):
         return self._tokenize(input, prepend_bos)[0]
 
     def to_string(self, tokens: Tensor) -> str | list[str]:
-        """Text of token ids: one string for (pos,), a list for (batch, pos)."""
+        """Text of token ids: one string for (pos,), a list for (batch, pos).
+
+        Args:
+            tokens: Token ids. (pos,) or (batch, pos)
+
+        Returns:
+            One string, or one a row.
+        """
         tokens = torch.as_tensor(tokens)
         decode = self._need_tokenizer().decode
         if tokens.ndim <= 1:
@@ -44,12 +54,30 @@ class ModelInputs(PointNames):
         return [str(decode(row.tolist())) for row in tokens]
 
     def to_str_tokens(self, input: str | Tensor, prepend_bos: bool | None = None) -> list[str]:
-        """The text of each token of one string or one row of ids."""
+        """The text of each token of one string or one row of ids.
+
+        Args:
+            input: One string, or ids. (pos,)
+            prepend_bos: As for ``to_tokens``; of strings only.
+
+        Returns:
+            One string a token.
+        """
         tokens = self.to_tokens(input, prepend_bos)[0] if isinstance(input, str) else torch.as_tensor(input)
         return [str(self.to_string(t.reshape(1))) for t in tokens.reshape(-1)]
 
     def to_single_token(self, string: str) -> int:
-        """The id of a string that is one token. Raises InputError if it is several."""
+        """The id of a string that is one token.
+
+        Args:
+            string: Text, with the space in front of it if it has one.
+
+        Returns:
+            The token id.
+
+        Raises:
+            InputError: The string is several tokens, or the model has no tokenizer.
+        """
         ids = self.to_tokens(string, prepend_bos=False)[0].tolist()
         if len(ids) != 1:
             raise InputError(

@@ -37,6 +37,7 @@ class LengthTransfer(Result):
         label: The variable.
         target: The label that the model's answer is compared with.
         trained_length: Tokens in the sequences that the subspaces were fitted on.
+        extra: What the caller wants to keep with the result; saved and loaded with it.
     """
 
     rows: list[dict[str, Any]]

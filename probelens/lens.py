@@ -66,13 +66,24 @@ class LensMethods(ModelInputs):
         raise explained("HookedModel", name)
 
     def add_perma_hook(self, name: NamesFilter | HookPoint, hook: HookFn, dir: Direction = "fwd") -> None:
-        """``add_hook`` with ``is_permanent=True``."""
+        """``add_hook`` with ``is_permanent=True``.
+
+        Args:
+            name: Name, glob, list, predicate or HookPoint.
+            hook: fn(tensor, hook) returning a tensor, or None for no change.
+            dir: "fwd" or "bwd".
+        """
         self.add_hook(name, hook, dir, is_permanent=True)
 
     def remove_all_hook_fns(
         self, direction: Literal["fwd", "bwd", "both"] = "both", including_permanent: bool = False
     ) -> None:
-        """``reset_hooks`` that leaves each point's ``ctx`` alone."""
+        """``reset_hooks`` that leaves each point's ``ctx`` alone.
+
+        Args:
+            direction: "fwd", "bwd" or "both".
+            including_permanent: Also those added with ``is_permanent=True``.
+        """
         self.reset_hooks(False, direction, including_permanent)
 
     def clear_contexts(self) -> None:
@@ -86,6 +97,13 @@ class LensMethods(ModelInputs):
         cache: dict[str, Any] | None = None,
     ) -> dict[str, Any]:  # fmt: skip
         """Hooks that stay until ``reset_hooks`` and fill a dict whenever the model runs.
+
+        Args:
+            names_filter: As for ``run_with_cache``.
+            incl_bwd: Keep gradients too, as ``name + "_grad"``.
+            device: Where the copies go; None leaves them where they are.
+            remove_batch_dim: Remove the batch axis, which must have size 1.
+            cache: The dict to fill; None for a new one.
 
         Returns:
             The dict; empty until then.
@@ -116,7 +134,14 @@ class LensMethods(ModelInputs):
         return self.adapter.loss(logits, Call((), {}, tokens, mask), per_token)
 
     def to_single_str_token(self, int_token: int) -> str:
-        """The text of one token id."""
+        """The text of one token id.
+
+        Args:
+            int_token: Token id.
+
+        Returns:
+            Its text.
+        """
         return self.to_str_tokens(torch.tensor([int_token]))[0]
 
     def get_token_position(
@@ -130,6 +155,9 @@ class LensMethods(ModelInputs):
             input: Text, or tokens (pos,) or (1, pos).
             mode: Which one, if there are several.
             prepend_bos: As for ``to_tokens``.
+
+        Returns:
+            The position, counted from the start.
 
         Raises:
             InputError: The token isn't there, or ``input`` is a batch.

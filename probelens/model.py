@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["HookSpec", "HookedModel", "NamesFilter"]
 
 HookSpec = tuple["str | HookPoint | Callable[[str], bool] | Iterable[str]", HookFn]
+"""A pair of a name, glob, list, predicate or `HookPoint`, and a hook."""
 ReturnType = Literal["logits", "loss", "both"] | None
 
 
@@ -198,6 +199,9 @@ class HookedModel(LensMethods):
             reset_hooks_end: False keeps the hooks until ``reset_hooks``.
             clear_contexts: Empty each hook point's ``ctx`` at the end.
 
+        Yields:
+            This model.
+
         Raises:
             HookNotFiredError: At the end of a block that ended well, for a hook never called.
         """
@@ -246,6 +250,10 @@ class HookedModel(LensMethods):
             start_at_layer: As for calling the model; patterns then mean the points from it on.
             remove_batch_dim: Call the hooks without the batch axis, which must have size 1.
             **kw: Passed to the module's forward.
+
+        Returns:
+            As calling the model does: logits (batch, pos, d_vocab), a loss (), both, None, or the
+            residual.
 
         Raises:
             HookNotFiredError: A hook was not called.
@@ -311,6 +319,9 @@ class HookedModel(LensMethods):
             return_type: As for calling the model.
             return_cache_object: False gives a plain dict.
             dtype: Dtype of the copies; None keeps the model's.
+            reset_hooks_end: Taken so that calls written for TransformerLens run; the hooks that record
+                never stay.
+            clear_contexts: Taken for the same reason, and without effect.
             **kw: Passed to the module's forward.
 
         Returns:
@@ -319,6 +330,7 @@ class HookedModel(LensMethods):
         Raises:
             UnknownHookError: A name or pattern that fits nothing.
             HookNotFiredError: A point asked for was not reached.
+            InputError: ``incl_bwd`` with an output that is not one number.
         """
         points = self._wanted(names_filter, start_at_layer, stop_at_layer)
         cache, fwd, bwd = recorders(points, incl_bwd, device, dtype, pos_slice)
@@ -350,6 +362,14 @@ class HookedModel(LensMethods):
         cache: dict[str, Any] | None = None, pos_slice: Slice = None,
     ) -> tuple[dict[str, Any], list[HookSpec], list[HookSpec]]:  # fmt: skip
         """A dict and the hooks that fill it, for use with ``hooks`` and ``run_with_hooks``.
+
+        Args:
+            names_filter: As for ``run_with_cache``.
+            incl_bwd: Keep gradients too, as ``name + "_grad"``.
+            device: Where the copies go; None leaves them where they are.
+            remove_batch_dim: Remove the batch axis, which must have size 1.
+            cache: The dict to fill; None for a new one.
+            pos_slice: Positions to keep: int, slice, list or (start, stop).
 
         Returns:
             The dict (name to activation), forward hooks, backward hooks. A state point's value is
@@ -383,6 +403,7 @@ class HookedModel(LensMethods):
 
         Raises:
             UnknownHookError: No such point.
+            InputError: An unknown ``dir``.
         """
         if dir not in ("fwd", "bwd"):
             raise InputError(f"dir={dir!r} is not known. Allowed: 'fwd', 'bwd'")
@@ -401,6 +422,9 @@ class HookedModel(LensMethods):
             direction: "fwd", "bwd" or "both".
             including_permanent: Also those added with ``is_permanent=True``.
             name: Only those at this hook point.
+
+        Raises:
+            InputError: An unknown direction.
         """
         if direction not in ("fwd", "bwd", "both"):
             raise InputError(f"direction={direction!r} is not known. Allowed: 'fwd', 'bwd', 'both'")
@@ -449,6 +473,12 @@ class HookedModel(LensMethods):
             kind: "reference" runs the instrumented forwards whether or not a hook needs them, so
                 that every condition of an experiment uses one backend; "native" the model's own
                 wherever no hook needs another.
+
+        Yields:
+            This model.
+
+        Raises:
+            InputError: An unknown kind.
         """
         if kind not in ("native", "reference"):
             raise InputError(f"backend {kind!r} is not known. Allowed: 'native', 'reference'")
@@ -491,6 +521,9 @@ class HookedModel(LensMethods):
             edits: Name to function of the weight. Names are canonical
                 (``"blocks.0.mixer.conv1d.weight"``, ``"unembed.weight"``) or the user's own.
 
+        Returns:
+            A context that gives this model.
+
         Raises:
             UnknownHookError: No such weight.
             ShapeError: A function that returns another shape.
@@ -517,21 +550,47 @@ class HookedModel(LensMethods):
         return self
 
     def train(self, mode: bool = True) -> HookedModel:
-        """Put the module in training mode."""
+        """Put the module in training mode.
+
+        Args:
+            mode: False for eval mode.
+
+        Returns:
+            This model.
+        """
         self.module.train(mode)
         return self
 
     def to(self, *args: Any, **kw: Any) -> HookedModel:
-        """Move the module, as ``torch.nn.Module.to``."""
+        """Move the module, as ``torch.nn.Module.to``.
+
+        Args:
+            args: Device, dtype, or both.
+            kw: The same by name.
+
+        Returns:
+            This model.
+        """
         self.module.to(*args, **kw)
         return self
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The module's parameters."""
+        """The module's parameters.
+
+        Args:
+            recurse: Also those of submodules.
+
+        Yields:
+            Each parameter once.
+        """
         return self.module.parameters(recurse)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of the module's parameters."""
+        """Reset the gradients of the module's parameters.
+
+        Args:
+            set_to_none: None instead of zeros.
+        """
         self.module.zero_grad(set_to_none)
 
 

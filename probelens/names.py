@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["NamesFilter", "PointNames"]
 
 NamesFilter = str | Iterable[str] | Callable[[str], bool] | None
+"""What names hook points: a name, a glob, several of either, a predicate on names, or None for all."""
 
 
 class PointNames:
@@ -66,7 +67,14 @@ class PointNames:
         )  # fmt: skip
 
     def alias(self, name: str) -> str:
-        """The canonical name of an alias; other names come back as they are."""
+        """The canonical name of an alias; other names come back as they are.
+
+        Args:
+            name: Any name.
+
+        Returns:
+            The canonical name.
+        """
         return self._aliases.get(name, name)
 
     def point(self, name: str | HookPoint) -> HookPoint:
@@ -75,6 +83,9 @@ class PointNames:
         Args:
             name: For example ``"blocks.3.hook_resid_post"``, or
                 ``"gpt_neox.layers.3.mlp.hook_out"`` for any module path of the user's model.
+
+        Returns:
+            The hook point.
 
         Raises:
             UnknownHookError: There is none; the message names the nearest and says why.
@@ -128,6 +139,10 @@ class PointNames:
         Args:
             names: None for all; a name; a glob such as ``"blocks.*.hook_resid_post"``; a predicate
                 on names; or an iterable of names and globs.
+
+        Returns:
+            Points in the model's order, or the caller's where a list was given; True where single names
+            were given.
 
         Raises:
             UnknownHookError: A name or pattern that fits nothing.

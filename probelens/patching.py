@@ -46,6 +46,9 @@ class PatchResult(Result):
         kind: "patch" for exact values, "attribution" for the first-order estimate.
         path: How the engine ran: "resume", "skip" or "full"; see ``sweep``.
         tokens: The clean tokens, for labels. (example, length)
+        joint: Whether all sites were patched together in one run.
+        extra: What the caller wants to keep with the result; saved and loaded with it. "marks" are shown
+            by ``plot``.
     """
 
     values: Tensor
@@ -64,7 +67,13 @@ class PatchResult(Result):
     extra: dict[str, Any] = field(default_factory=dict)
 
     def kept(self, correct_only: bool = True) -> Tensor:
-        """Which examples count. (example,) bool
+        """Which examples count.
+
+        Args:
+            correct_only: Only pairs that both runs answer correctly; False counts all.
+
+        Returns:
+            True where an example counts. (example,) bool
 
         Raises:
             MetricError: None does.
@@ -183,7 +192,14 @@ class PatchResult(Result):
         }
 
     def to_dataframe(self, correct_only: bool = True) -> pd.DataFrame:
-        """One row a cell: site, layer, pos, recovery, lo, hi, n, mode, metric, kind."""
+        """One row a cell: site, layer, pos, recovery, lo, hi, n, mode, metric, kind.
+
+        Args:
+            correct_only: As for ``recovery``.
+
+        Returns:
+            One table, sites in order.
+        """
         import pandas as pd
 
         recovery, (lo, hi) = self.recovery(correct_only), self.interval(correct_only=correct_only)
@@ -201,7 +217,15 @@ class PatchResult(Result):
         )  # fmt: skip
 
     def plot(self, tokens: Sequence[str] | None = None, correct_only: bool = True) -> go.Figure:
-        """Heat map of recovery, layer by position."""
+        """Heat map of recovery, layer by position.
+
+        Args:
+            tokens: Text of each position, shown on the axis.
+            correct_only: As for ``recovery``.
+
+        Returns:
+            A heat map with intervals in the hover text.
+        """
         from probelens import plots
 
         lo, hi = self.interval(correct_only=correct_only)
@@ -347,6 +371,10 @@ def attribute(
     Returns:
         A PatchResult of ``kind="attribution"``. A prefilter: check what matters with ``patch``, and
         compare the two with ``agreement`` on a few cells.
+
+    Raises:
+        InputError: A model that gives no gradient: one run elsewhere, or made under
+            ``torch.inference_mode``.
 
     Source:
         Nanda 2023; Syed, Rager and Conmy 2023, arXiv 2310.10348.

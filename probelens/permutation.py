@@ -66,6 +66,9 @@ def smallest_p(n: int, alternative: Alternative = "two-sided") -> float:
     Returns:
         2 / 2^n, or 1 / 2^n one-sided. Four seeds can't go under 0.125 two-sided; six reach 0.031.
 
+    Raises:
+        InputError: A negative ``n``.
+
     Examples:
         >>> smallest_p(4), smallest_p(6)
         (0.125, 0.03125)

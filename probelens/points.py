@@ -39,7 +39,14 @@ class Site:
     scale: float = 1.0
 
     def to_hook(self, tensor: Tensor) -> Tensor:
-        """The tensor as a hook sees it: position first, heads apart."""
+        """The tensor as a hook sees it: position first, heads apart.
+
+        Args:
+            tensor: As the module has it, of the module's own shape.
+
+        Returns:
+            As a hook sees it: (batch, pos, d), or (batch, pos, heads, d_head) where heads are split.
+        """
         if not self.batch_first and tensor.ndim >= 2:
             tensor = tensor.transpose(0, 1)
         if self.heads is not None:
@@ -47,7 +54,14 @@ class Site:
         return tensor if self.scale == 1 else tensor * self.scale
 
     def from_hook(self, tensor: Tensor) -> Tensor:
-        """The inverse of ``to_hook``."""
+        """The inverse of ``to_hook``.
+
+        Args:
+            tensor: As a hook sees it. (batch, pos, ...)
+
+        Returns:
+            As the module has it, of the module's own shape.
+        """
         if self.scale != 1:
             tensor = tensor / self.scale
         if self.heads is not None:
@@ -92,6 +106,9 @@ class HookPoint:
     def layer(self) -> int:
         """The block this point belongs to.
 
+        Returns:
+            Number of the block, from 0.
+
         Raises:
             InputError: The point belongs to the whole model, such as ``hook_embed``.
         """
@@ -109,7 +126,15 @@ class HookPoint:
         return 1
 
     def at(self, pos: int, length: int | None = None) -> HookPoint:
-        """This point at one position: the same name and ``ctx``, with ``pos`` set."""
+        """This point at one position: the same name and ``ctx``, with ``pos`` set.
+
+        Args:
+            pos: The position, from the start.
+            length: How many positions there are.
+
+        Returns:
+            A new hook point.
+        """
         return HookPoint(
             self.name, self.kind, self.axes, self.module, self.aliases, self.site,
             self.step, self.note, self.ctx, pos, length, self.owner,
@@ -121,13 +146,24 @@ class HookPoint:
         dir: Literal["fwd", "bwd"] = "fwd",
         is_permanent: bool = False,
     ) -> None:
-        """``model.add_hook`` at this point."""
+        """``model.add_hook`` at this point.
+
+        Args:
+            hook: fn(tensor, hook) returning a tensor, or None for no change.
+            dir: "fwd" or "bwd".
+            is_permanent: Stay also through ``reset_hooks()``.
+        """
         self._model().add_hook(self, hook, dir, is_permanent)
 
     def remove_hooks(
         self, dir: Literal["fwd", "bwd", "both"] = "fwd", including_permanent: bool = False
     ) -> None:
-        """Remove the hooks that ``add_hook`` put at this point."""
+        """Remove the hooks that ``add_hook`` put at this point.
+
+        Args:
+            dir: "fwd", "bwd" or "both".
+            including_permanent: Also those added with ``is_permanent=True``.
+        """
         self._model().reset_hooks(False, dir, including_permanent, name=self.name)
 
     def clear_context(self) -> None:
@@ -148,7 +184,19 @@ class HookPoint:
 
 
 def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> int | str:
-    """Position or keyword of the first tensor among a call's arguments."""
+    """Position or keyword of the first tensor among a call's arguments.
+
+    Args:
+        args: Positional arguments of a call.
+        kwargs: Keyword arguments of a call.
+        name: Hook point, for the message.
+
+    Returns:
+        A number for a positional argument, a string for a keyword.
+
+    Raises:
+        ShapeError: There is no tensor among them.
+    """
     for i, value in enumerate(args):
         if isinstance(value, (Tensor, PackedSequence)):
             return i
@@ -165,6 +213,9 @@ def pick(output: Any, index: int | str | None, name: str = "output") -> Any:
         output: What a module returned.
         index: Which element; None for the first tensor.
         name: Hook point, for the message.
+
+    Returns:
+        The tensor, or packed sequence.
 
     Raises:
         ShapeError: There is no tensor to hook.
@@ -190,7 +241,19 @@ def pick(output: Any, index: int | str | None, name: str = "output") -> Any:
 
 
 def put(output: Any, index: int | str | None, new: Any) -> Any:
-    """A module's output with the tensor that ``pick`` finds replaced; the original is left alone."""
+    """A module's output with the tensor that ``pick`` finds replaced; the original is left alone.
+
+    Args:
+        output: What a module returned.
+        index: Which element; None for the first tensor.
+        new: What stands there instead.
+
+    Returns:
+        The same kind of output, with ``new`` in it.
+
+    Raises:
+        ShapeError: A tuple was asked for an entry by name.
+    """
     if isinstance(output, (Tensor, PackedSequence)) and not (
         isinstance(output, PackedSequence) and index is not None
     ):

@@ -43,6 +43,7 @@ class Profile(Result):
         task: The task's config.
         length: Tokens in each sequence.
         model: Name of the model.
+        extra: What the caller wants to keep with the result; saved and loaded with it.
     """
 
     probes: ProbeResult

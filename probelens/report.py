@@ -184,7 +184,21 @@ def render_report(
     versions: Mapping[str, object] | None = None,
     reproduce: str | Sequence[str] = (),
 ) -> str:
-    """The page that ``write_report`` writes, as text: same arguments, same page for the same input.
+    """The page that ``write_report`` writes, as text; the same page for the same input.
+
+    Args:
+        title: As for ``write_report``.
+        lead: As for ``write_report``.
+        sections: As for ``write_report``.
+        findings: As for ``write_report``.
+        measured: As for ``write_report``.
+        paper: As for ``write_report``.
+        config: As for ``write_report``.
+        versions: As for ``write_report``.
+        reproduce: As for ``write_report``.
+
+    Returns:
+        One HTML document, plotly.js included.
 
     Raises:
         InputError: As ``write_report``.

@@ -36,6 +36,12 @@ _NOTES = {
 def cell_points(module: nn.Module) -> dict[str, KernelPoint]:
     """The points of ``cell_forward`` for a cell, in the order in which they are reached.
 
+    Args:
+        module: The cell.
+
+    Returns:
+        Point by name.
+
     Raises:
         InputError: Not an LSTMCell, GRUCell or RNNCell.
     """
@@ -50,6 +56,12 @@ def rnn_points(module: nn.Module) -> dict[str, KernelPoint]:
     """The points of ``rnn_forward`` for a module: ``"{layer}.hook_in"`` and so on, in order.
 
     Points of the reverse direction end in ``_reverse``. State points and gates are ``step`` points.
+
+    Args:
+        module: The LSTM, GRU or RNN.
+
+    Returns:
+        Point by name.
 
     Raises:
         InputError: Not an LSTM, GRU or RNN.
@@ -168,6 +180,7 @@ def cell_forward(
 
     Raises:
         InputError: Not a cell.
+        ShapeError: An input that is neither (batch, d_input) nor (d_input,).
 
     Examples:
         >>> cell, x = nn.GRUCell(2, 3), torch.ones(1, 2)

@@ -10,7 +10,9 @@ from probelens.model import HookedModel
 __all__ = ["LAYER_AXIS", "Sites", "expand", "layer_of"]
 
 LAYER_AXIS = "layers"
+"""The spec of the layer axis: what enters block 0, then what each block returns."""
 Sites = str | Iterable[str]
+"""What names sites: a shorthand, a name, a glob, or several of these; see `expand`."""
 
 
 def expand(model: HookedModel, sites: Sites) -> list[str]:
@@ -74,6 +76,13 @@ def layer_of(name: str, n_layers: int) -> int:
     """Where a point stands on the layer axis: −1 for the embedding, l for block l, n after the last.
 
     The residual entering block 0 is the embedding's; the one entering block l is block l−1's output.
+
+    Args:
+        name: Canonical name of a hook point.
+        n_layers: Number of blocks.
+
+    Returns:
+        From −1 to ``n_layers``.
 
     Examples:
         >>> layer_of("blocks.0.hook_resid_pre", 4), layer_of("blocks.3.hook_resid_post", 4)

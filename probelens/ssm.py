@@ -101,6 +101,12 @@ class MambaState(NamedTuple):
 def is_mamba2(module: nn.Module) -> bool:
     """Whether a mixer is of the Mamba-2 kind: one decay rate per head, no ``x_proj``.
 
+    Args:
+        module: The mixer.
+
+    Returns:
+        False for a mixer of the first Mamba.
+
     Raises:
         InputError: The module has no ``A_log``, so it is no Mamba mixer at all.
     """

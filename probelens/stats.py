@@ -103,7 +103,14 @@ class Interval(Result):
         return px.scatter(table, x="index", y="estimate", error_y="above", error_y_minus="below", title=title)
 
     def excludes(self, value: float = 0.0) -> Tensor:
-        """Whether the interval leaves ``value`` out. (...) bool"""
+        """Whether the interval leaves ``value`` out.
+
+        Args:
+            value: Usually 0: no effect.
+
+        Returns:
+            True where the interval leaves it out. (...) bool
+        """
         return (self.low > value) | (self.high < value)
 
     def __repr__(self) -> str:
@@ -206,7 +213,7 @@ def contrast(
     Args:
         groups: Values of each group, in any form that ``hierarchical_bootstrap`` takes.
         weights: One per group, such as ``[1, -1]`` for a difference.
-        seeds: Seed of each row, for each group whose values are flat.
+        seeds: Seed of each row, for each group whose values are flat. (row,) each
         statistic: As in ``hierarchical_bootstrap``.
         scale: As in ``hierarchical_bootstrap``.
         n_draws: Bootstrap draws.
@@ -285,7 +292,7 @@ def paired_difference(
     Args:
         a: Values of one condition, as in ``hierarchical_bootstrap``.
         b: Values of the other, of the same shape.
-        seeds: Seed of each row of flat values.
+        seeds: Seed of each row of flat values. (row,)
         **options: As in ``hierarchical_bootstrap``.
 
     Returns:
@@ -316,7 +323,7 @@ def ratio_of_means(
     Args:
         numerator: Values per example. (seed, example, ...) or any form of ``hierarchical_bootstrap``.
         denominator: Values per example; it may lack the trailing axes of the numerator.
-        seeds: Seed of each row of flat values.
+        seeds: Seed of each row of flat values. (row,)
         **options: As in ``hierarchical_bootstrap``.
 
     Returns:

@@ -258,6 +258,9 @@ def top_pca(rank: int, covariance: Tensor, mean: Tensor, *, label: str = "top pc
         mean: Mean activation. (d,)
         label: Name.
 
+    Returns:
+        Largest variance first.
+
     Raises:
         ShapeError: Σ and mean that don't fit together.
         InputError: A rank that isn't between 1 and d.
@@ -283,6 +286,9 @@ def svd(X: Tensor, rank: int, mask: Tensor | None = None, *, label: str = "svd")
         mask: True for the rows to use. (...)
         label: Name.
 
+    Returns:
+        Largest singular value first.
+
     Raises:
         ShapeError: A mask that doesn't fit.
         InputError: A rank that isn't between 1 and d.
@@ -307,6 +313,9 @@ def random(
         seed: Seeds the draw.
         mean: Mean activation; default: zeros. (d,)
         label: Name.
+
+    Returns:
+        Orthonormal rows, drawn from Haar measure.
 
     Raises:
         InputError: A rank that isn't between 1 and d.

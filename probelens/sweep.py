@@ -41,7 +41,14 @@ class Edit:
     pos: tuple[int, ...] | None = None
 
     def hook(self, rows: Tensor) -> HookFn:
-        """The hook function for the examples ``rows``."""
+        """The hook function for the examples ``rows``.
+
+        Args:
+            rows: Which examples are in the batch. (batch,)
+
+        Returns:
+            A hook function for this batch.
+        """
         cut = {key: value[rows.to(value.device)] for key, value in self.data.items()}
 
         def call(tensor: Tensor, hook: Any) -> Tensor | None:
@@ -52,7 +59,12 @@ class Edit:
 
 @dataclass(frozen=True)
 class Condition:
-    """Edits that are in place together during one run, and a key that names the run."""
+    """Edits that are in place together during one run, and a key that names the run.
+
+    Args:
+        key: Names the run; any tuple that can be told from the others.
+        edits: Edits of that run.
+    """
 
     key: tuple[Any, ...]
     edits: tuple[Edit, ...]

@@ -78,7 +78,19 @@ def verify(
     seed: int = 0,
     progress: bool = False,
 ) -> VerifyReport:
-    """Try every hook point; see ``HookedModel.verify``."""
+    """Try every hook point; see ``HookedModel.verify``.
+
+    Args:
+        model: The wrapped model.
+        inputs: Tokens, text or features; None for random tokens.
+        tolerance: Largest relative change by an identity edit; None for 1e-5 (0.05 in half precision and
+            under autocast).
+        seed: Of the noise and of the other run's tokens.
+        progress: Show a progress bar.
+
+    Returns:
+        One row a point, and what was left behind.
+    """
     x, other = _two_inputs(model, inputs, seed)
     before = left_behind(model.module)
     dtype = model.cfg.dtype

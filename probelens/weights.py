@@ -26,6 +26,9 @@ def weight_name(model: HookedModel, name: str) -> str:
         name: A canonical name such as ``"blocks.0.mixer.conv1d.weight"`` or ``"unembed.weight"``, or
             the user's own.
 
+    Returns:
+        The name in the module's state dict.
+
     Raises:
         UnknownHookError: There is none; the message has the nearest.
     """
@@ -47,7 +50,7 @@ def weight_name(model: HookedModel, name: str) -> str:
             )
         block = adapter.blocks[int(layer)]
         segment, _, tail = inside.partition(".")
-        own = adapter.segments.get(segment, segment)
+        own = adapter.segments.get(f"{layer}.{segment}") or adapter.segments.get(segment, segment)
         for found in (f"{block}.{inside}", f"{block}.{own}.{tail}"):
             if found in tensors:
                 return found
@@ -61,7 +64,19 @@ def weight_name(model: HookedModel, name: str) -> str:
 def edited_weights(
     model: HookedModel, edits: Mapping[str, Callable[[Tensor], Tensor]]
 ) -> Iterator[HookedModel]:
-    """Parameters changed while the block lasts; see ``HookedModel.edit_weights``."""
+    """Parameters changed while the block lasts; see ``HookedModel.edit_weights``.
+
+    Args:
+        model: The wrapped model.
+        edits: Name to function of the weight; see ``HookedModel.edit_weights``.
+
+    Yields:
+        The model; the weights come back bit for bit.
+
+    Raises:
+        InputError: Something that isn't a function of a tensor, or a weight that isn't in memory.
+        ShapeError: A function that returns another shape.
+    """
     tensors = _tensors(model)
     saved: list[tuple[Tensor, Tensor]] = []
     try:

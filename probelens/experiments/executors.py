@@ -70,6 +70,9 @@ class Submitit:
         memory: Memory of a job in GB; None for the cluster's default.
         requeues: How often a job that comes to its time limit is queued again.
         logs: Folder of submitit's files; None for ``slurm`` in the run folder.
+
+    Raises:
+        InputError: An unknown cluster, or a number below what makes sense.
     """
 
     cluster: str = "slurm"
@@ -131,6 +134,9 @@ def using(spec: Spec | str) -> Iterator[None]:
 
     Args:
         spec: A name, or ``Local()``, ``Dask(...)``, ``Submitit(...)``.
+
+    Yields:
+        Nothing.
 
     Examples:
         >>> with using(Dask("tcp://10.0.0.1:8786")):

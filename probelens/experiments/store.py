@@ -70,17 +70,42 @@ class Store:
             raise StoreError(f"{str(folder)!r} is a file, not a folder. Choose another run folder.")
 
     def cell(self, key: str) -> Path:
-        """The folder of a cell, for its checkpoints and results."""
+        """The folder of a cell, for its checkpoints and results.
+
+        Args:
+            key: From ``cell_key``.
+
+        Returns:
+            The folder, which may not exist yet.
+
+        Raises:
+            InputError: Not a cell's key.
+        """
         if not key or any(c not in "0123456789abcdef" for c in key):
             raise InputError(f"{key!r} is not a cell's key: keys come from cell_key()")
         return self.folder / "cells" / key
 
     def done(self, key: str) -> bool:
-        """Whether the cell is complete."""
+        """Whether the cell is complete.
+
+        Args:
+            key: From ``cell_key``.
+
+        Returns:
+            True once its rows are written.
+        """
         return (self.cell(key) / "rows.parquet").is_file()
 
     def write(self, key: str, config: Mapping[str, Any], rows: Iterable[Row]) -> Path:
         """Complete a cell: its config, then its rows, each whole or not at all.
+
+        Args:
+            key: From ``cell_key``.
+            config: Its settings, as JSON can keep them.
+            rows: Mappings from column to value, at least one.
+
+        Returns:
+            The cell's folder.
 
         Raises:
             InputError: No rows, or a column whose values are of several types.
@@ -110,6 +135,12 @@ class Store:
     def config(self, key: str) -> dict[str, Any]:
         """The settings of one complete cell.
 
+        Args:
+            key: From ``cell_key``.
+
+        Returns:
+            The settings, as JSON keeps them.
+
         Raises:
             StoreError: The file is missing or damaged.
         """
@@ -126,6 +157,12 @@ class Store:
 
     def rows(self, key: str) -> pd.DataFrame:
         """The rows of one complete cell.
+
+        Args:
+            key: From ``cell_key``.
+
+        Returns:
+            The rows as they were written.
 
         Raises:
             StoreError: The cell isn't complete, or its file is damaged.
@@ -151,7 +188,14 @@ class Store:
         return sorted(p.name for p in cells.iterdir() if (p / "rows.parquet").is_file())
 
     def all_rows(self, keys: Iterable[str] | None = None) -> pd.DataFrame:
-        """The rows of several complete cells under each other, with their keys in a column ``cell``."""
+        """The rows of several complete cells under each other, with their keys in a column ``cell``.
+
+        Args:
+            keys: Cells; None for every complete one.
+
+        Returns:
+            One table; empty if there are no cells.
+        """
         import pandas as pd
 
         frames = [self.rows(key).assign(cell=key) for key in (self.keys() if keys is None else keys)]

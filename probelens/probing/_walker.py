@@ -15,8 +15,8 @@ from torch import Tensor
 
 from probelens import _linalg
 from probelens._modes import exact
+from probelens.probing._links import Link
 from probelens.probing.factor import Factorised
-from probelens.probing.links import Link
 
 __all__ = ["LogisticFit", "Request", "Walker"]
 
@@ -60,12 +60,26 @@ class LogisticFit:
 
     @exact
     def logits(self, X: Tensor) -> Tensor:
-        """Logits of every class; for two classes they are ±half the decision function. (n, n_classes)"""
+        """Logits of every class; for two classes they are ±half the decision function.
+
+        Args:
+            X: Features, as given to the fit. (n, d)
+
+        Returns:
+            Of every class. (n, n_classes)
+        """
         coef, intercept = self.softmax()
         return X @ coef.T.to(X) + intercept.to(X)
 
     def predict(self, X: Tensor) -> Tensor:
-        """The most likely class of each row. (n,)"""
+        """The most likely class of each row.
+
+        Args:
+            X: Features, as given to the fit. (n, d)
+
+        Returns:
+            Class ids. (n,) int64
+        """
         return self.logits(X).argmax(1)
 
     def softmax(self) -> tuple[Tensor, Tensor]:

@@ -135,6 +135,16 @@ def control_labels(
 def selectivity(task: float, control: float) -> float:
     """Accuracy on the task minus accuracy on its control task.
 
+    Args:
+        task: Accuracy on the task.
+        control: Accuracy of the same kind of probe on the control task.
+
+    Returns:
+        The difference, in the same unit.
+
+    Source:
+        Hewitt and Liang 2019, arXiv 1909.03368.
+
     Examples:
         >>> selectivity(0.75, 0.5)
         0.25

@@ -134,7 +134,14 @@ class Factorised:
         return float(self.n) if self.weight is None else float(self.weight.sum())
 
     def at(self, dtype: torch.dtype) -> Tensor:
-        """The centred features in another dtype; a float64 copy is made once and kept. (n, d)"""
+        """The centred features in another dtype; a float64 copy is made once and kept.
+
+        Args:
+            dtype: float32 or float64.
+
+        Returns:
+            Centred and scaled features. (n, d)
+        """
         if dtype == self.x.dtype:
             return self.x
         key = str(dtype)
@@ -197,7 +204,14 @@ class Factorised:
 
     @exact
     def cross(self, columns: Tensor) -> Tensor:
-        """columnsᵀ x, summed in float64. (k, d)"""
+        """columnsᵀ x, summed in float64.
+
+        Args:
+            columns: One row for each row of the features. (n, k)
+
+        Returns:
+            The products. (k, d)
+        """
         out = torch.zeros(columns.shape[1], self.d, dtype=torch.float64, device=self.x.device)
         for rows in _chunks(self.n):
             out += columns[rows].double().T @ self.x[rows].double()
@@ -205,7 +219,14 @@ class Factorised:
 
     @exact
     def restrict(self, weights: Tensor) -> Tensor:
-        """Weights or gradients with the removed directions taken out. (k, d)"""
+        """Weights or gradients with the removed directions taken out.
+
+        Args:
+            weights: On the scale of x. (k, d)
+
+        Returns:
+            The part that reads what is left. (k, d)
+        """
         if self.removed is None:
             return weights
         cut = self.removed.to(weights.dtype)

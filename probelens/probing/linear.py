@@ -176,24 +176,52 @@ class LinearProbe(ClassifierMixin, _Linear):
         return self
 
     def decision_function(self, X: Any) -> np.ndarray:
-        """Logits; for two classes, that of the second. (n, n_classes) or (n,)"""
+        """Logits; for two classes, that of the second.
+
+        Args:
+            X: Features. (n, d)
+
+        Returns:
+            Logits: (n, n_classes), or (n,) for two classes.
+        """
         logits = self._affine(X)
         return logits[:, 0] if len(self.classes_) == 2 else logits
 
     def predict(self, X: Any) -> np.ndarray:
-        """The most likely class of each row. (n,)"""
+        """The most likely class of each row.
+
+        Args:
+            X: Features. (n, d)
+
+        Returns:
+            Labels, as they were given to ``fit``. (n,)
+        """
         logits = self.decision_function(X)
         return self.classes_[(logits > 0).astype(int) if logits.ndim == 1 else logits.argmax(1)]
 
     def predict_log_proba(self, X: Any) -> np.ndarray:
-        """Log-probability of each class, in nats. (n, n_classes)"""
+        """Log-probability of each class, in nats.
+
+        Args:
+            X: Features. (n, d)
+
+        Returns:
+            Log-probabilities in nats. (n, n_classes)
+        """
         logits = self.decision_function(X)
         if logits.ndim == 1:
             logits = np.stack([np.zeros_like(logits), logits], 1)
         return torch.log_softmax(torch.as_tensor(logits), 1).numpy()
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Probability of each class. (n, n_classes)"""
+        """Probability of each class.
+
+        Args:
+            X: Features. (n, d)
+
+        Returns:
+            Probabilities; each row adds up to 1. (n, n_classes)
+        """
         return np.exp(self.predict_log_proba(X))
 
 
@@ -258,7 +286,14 @@ class RidgeProbe(RegressorMixin, _Linear):
         return self
 
     def predict(self, X: Any) -> np.ndarray:
-        """Predicted targets. (n,) or (n, k)"""
+        """Predicted targets.
+
+        Args:
+            X: Features. (n, d)
+
+        Returns:
+            Predictions in the targets' unit: (n,) or (n, k).
+        """
         out = self._affine(X)
         return out[:, 0] if np.ndim(self.intercept_) == 0 else out
 

@@ -115,7 +115,17 @@ class MLPProbe:
 
     @exact
     def logits(self, X: Any) -> Tensor:
-        """Logits of every class. (n, n_classes)"""
+        """Logits of every class.
+
+        Args:
+            X: Features. (n, d)
+
+        Returns:
+            Logits, float32. (n, n_classes)
+
+        Raises:
+            ShapeError: Another width than in ``fit``.
+        """
         x = as_features(X).float()
         if x.shape[1] != len(self.mean_):
             raise ShapeError(f"X has {x.shape[1]} features; the probe was fitted on {len(self.mean_)}")
@@ -123,11 +133,26 @@ class MLPProbe:
             return _forward((x - self.mean_) / self.scale_, self.weights_)
 
     def predict(self, X: Any) -> Tensor:
-        """The most likely class of each row. (n,)"""
+        """The most likely class of each row.
+
+        Args:
+            X: Features. (n, d)
+
+        Returns:
+            Class ids. (n,) int64
+        """
         return self.logits(X).argmax(1)
 
     def score(self, X: Any, y: Any) -> float:
-        """Accuracy."""
+        """Accuracy on rows that the probe may not have seen.
+
+        Args:
+            X: Features. (n, d)
+            y: Class ids. (n,)
+
+        Returns:
+            Share of the rows that are right, 0 to 1.
+        """
         guess = self.predict(X)
         return float((guess == _ids(y, guess, "y")).float().mean())
 

@@ -48,6 +48,7 @@ class ProbeResult(Result):
         by_sequence: Accuracy of each test sequence, for every row of class ids. (sequence,)
         by_position: Accuracy at each position, NaN where no row counts. (pos,)
         by_class: Recall of each class, NaN where absent from test. (class,)
+        extra: What the caller wants to keep with the result; saved and loaded with it.
     """
 
     rows: list[dict[str, Any]]
@@ -85,6 +86,9 @@ class ProbeResult(Result):
             seed: Seed; None for the first.
             control: "task", "untrained" or "control_task".
 
+        Returns:
+            What is in ``rows``.
+
         Raises:
             UnknownHookError: No such site.
             InputError: No such label, seed or control.
@@ -105,7 +109,16 @@ class ProbeResult(Result):
     def accuracy(
         self, site: str, label: str | None = None, seed: int | None = None, control: str = TASK
     ) -> float:
-        """Test accuracy; arguments as ``row``.
+        """Test accuracy of one probe.
+
+        Args:
+            site: Hook point.
+            label: Label; None if there is only one.
+            seed: Seed; None for the first.
+            control: "task", "untrained" or "control_task".
+
+        Returns:
+            Share of the test positions that are right, 0 to 1.
 
         Raises:
             InputError: The label is a number.
@@ -113,7 +126,16 @@ class ProbeResult(Result):
         return float(self._score(self.row(site, label, seed, control), "accuracy"))
 
     def r2(self, site: str, label: str | None = None, seed: int | None = None, control: str = TASK) -> float:
-        """Share of the variance of a numeric label that a ridge probe explains on test; as ``row``.
+        """Share of the variance of a numeric label that a ridge probe explains on test.
+
+        Args:
+            site: Hook point.
+            label: Label; None if there is only one.
+            seed: Seed; None for the first.
+            control: "task", "untrained" or "control_task".
+
+        Returns:
+            At most 1; below 0 where the mean of the test rows would do better.
 
         Raises:
             InputError: The label is a class.
@@ -129,27 +151,68 @@ class ProbeResult(Result):
         return float(row[name])
 
     def coef(self, site: str, label: str | None = None, seed: int | None = None) -> Tensor:
-        """Directions of a probe in the space of the activations, one row a class. (class, d)"""
+        """Directions of a probe in the space of the activations, one row a class.
+
+        Args:
+            site: Hook point.
+            label: Label; None if there is only one.
+            seed: Seed; None for the first.
+
+        Returns:
+            Directions. (class, d)
+        """
         row = self.row(site, label, seed)
         return self.coefs[key(row)]
 
     def intercept(self, site: str, label: str | None = None, seed: int | None = None) -> Tensor:
-        """Intercepts that belong to ``coef``. (class,)"""
+        """Intercepts that belong to ``coef``.
+
+        Args:
+            site: Hook point.
+            label: Label; None if there is only one.
+            seed: Seed; None for the first.
+
+        Returns:
+            Intercepts. (class,)
+        """
         return self.intercepts[key(self.row(site, label, seed))]
 
     def mean(self, site: str, seed: int | None = None) -> Tensor:
-        """Mean activation of the training rows. (d,)"""
+        """Mean activation of the training rows.
+
+        Args:
+            site: Hook point.
+            seed: Seed; None for the first.
+
+        Returns:
+            The mean. (d,)
+        """
         row = self.row(site, self.labels[0], seed)
         return self.means[f"{row['site']}|{row['seed']}"]
 
     def best(self, label: str | None = None) -> dict[str, Any]:
-        """The row with the highest test accuracy or R², the earliest of equals."""
+        """The row with the highest test accuracy or R², the earliest of equals.
+
+        Args:
+            label: Label; None if there is only one.
+
+        Returns:
+            A row, as in ``rows``, of the probes of the task.
+        """
         label = self._label(label)
         rows = [r for r in self.rows if r["label"] == label and r["control"] == TASK]
         return max(rows, key=lambda r: r["accuracy"] if "accuracy" in r else r["r2"])
 
     def sequences(self, label: str | None = None, seed: int | None = None, control: str = TASK) -> Tensor:
-        """Accuracy of each test sequence at each site. (sequence, site)
+        """Accuracy of each test sequence at each site.
+
+        Args:
+            label: Label; None if there is only one.
+            seed: Seed; None for the first.
+            control: "task", "untrained" or "control_task".
+
+        Returns:
+            Accuracies, sites in order. (sequence, site)
 
         Raises:
             InputError: The label is a number.
@@ -178,6 +241,9 @@ class ProbeResult(Result):
             title: Shown above the figure.
             label: This label alone, R² if it is a number. None: all classes, or where there are
                 none all numbers.
+
+        Returns:
+            A line chart.
         """
         from probelens import plots
 

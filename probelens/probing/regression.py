@@ -55,6 +55,9 @@ class ValueProbeResult(Result):
             label: Label.
             seed: Seed; None for the first.
 
+        Returns:
+            At most 1; below 0 where the mean of the test rows would do better.
+
         Raises:
             UnknownHookError: No such site.
             InputError: No such label or seed.
@@ -62,11 +65,29 @@ class ValueProbeResult(Result):
         return float(self._row(site, label, seed)["r2"])
 
     def coef(self, site: str, label: str = "label", seed: int | None = None) -> Tensor:
-        """Direction of a probe in the space of the activations; arguments as `r2`. (d,)"""
+        """Direction of a probe in the space of the activations.
+
+        Args:
+            site: Hook point.
+            label: Label.
+            seed: Seed; None for the first.
+
+        Returns:
+            The direction. (d,)
+        """
         return self.coefs[_key(self._row(site, label, seed))]
 
     def intercept(self, site: str, label: str = "label", seed: int | None = None) -> Tensor:
-        """Intercept that belongs to `coef`. ()"""
+        """Intercept that belongs to `coef`.
+
+        Args:
+            site: Hook point.
+            label: Label.
+            seed: Seed; None for the first.
+
+        Returns:
+            In the label's unit. ()
+        """
         return self.intercepts[_key(self._row(site, label, seed))]
 
     def _row(self, site: str, label: str, seed: int | None) -> dict[str, Any]:
@@ -90,7 +111,14 @@ class ValueProbeResult(Result):
         return pd.DataFrame(self.rows)
 
     def plot(self, title: str | None = None) -> go.Figure:
-        """R² by layer with intervals and baselines; one panel a label, the first seed."""
+        """R² by layer with intervals and baselines; one panel a label, the first seed.
+
+        Args:
+            title: Shown above the figure.
+
+        Returns:
+            A line chart.
+        """
         from probelens import plots
 
         table = self.to_dataframe()

@@ -33,7 +33,14 @@ class RidgeFit:
 
     @exact
     def predict(self, X: Tensor) -> Tensor:
-        """Predicted targets. (n, k)"""
+        """Predicted targets.
+
+        Args:
+            X: Features, as given to the fit. (n, d)
+
+        Returns:
+            Predictions in the targets' unit. (n, k)
+        """
         return X @ self.coef.T.to(X) + self.intercept.to(X)
 
 

@@ -25,9 +25,9 @@ from torch import Tensor
 from probelens._modes import exact
 from probelens._numbers import tensor_of
 from probelens.errors import InputError, ShapeError
+from probelens.probing._links import Link, link_for
 from probelens.probing._walker import LogisticFit, Request, Walker
 from probelens.probing.factor import Factorised
-from probelens.probing.links import Link, link_for
 
 __all__ = ["DEFAULT_CS", "LogisticFit", "fit_path"]
 

@@ -113,18 +113,42 @@ class Task(ABC):
         """
 
     def legal(self, symbols: np.ndarray) -> np.ndarray:
-        """Which strings the task allows; all of them unless a subclass says otherwise. (n,) bool"""
+        """Which strings the task allows; all of them unless a subclass says otherwise.
+
+        Args:
+            symbols: Strings without BOS. (n, length)
+
+        Returns:
+            True where a string is allowed. (n,) bool
+        """
         return np.ones(len(symbols), dtype=bool)
 
     def n_strings(self, length: int) -> int | None:
-        """How many strings of this length there are, or None where that isn't known."""
+        """How many strings of this length there are, or None where that isn't known.
+
+        Args:
+            length: Tokens in each string, BOS not counted.
+
+        Returns:
+            A number, or None.
+        """
         return None
 
     def draw_pairs(self, n: int, length: int, read: int, label: str, rng: np.random.Generator) -> Pairs:
-        """Clean strings, the same with one early token changed, and where: (n, length), (n, length), (n,).
+        """Clean strings, the same with one early token changed, and where.
 
-        This default changes a token in the first half of [0, read] at random and keeps legal pairs whose
-        label at ``read`` differs. Subclasses override it where such pairs are too rare.
+        Args:
+            n: Number of pairs.
+            length: Tokens in each string, BOS not counted.
+            read: Position that is read, BOS not counted.
+            label: Whose classes must differ there.
+            rng: The only source of chance.
+
+        Returns:
+            Clean symbols (n, length), corrupted symbols (n, length), and the position of the change (n,).
+
+        Raises:
+            InputError: No such pair exists, or none was found.
         """
         return change_one_token(self, n, length, read, label, rng)
 
@@ -156,7 +180,14 @@ class Task(ABC):
         return {label: len(names) for label, names in self._classes.items()}
 
     def class_names(self, label: str | None = None) -> list[str]:
-        """What the classes of a label (the target when left out) are called, in the order of their ids."""
+        """What the classes of a label (the target when left out) are called, in the order of their ids.
+
+        Args:
+            label: Label; the target when left out.
+
+        Returns:
+            One name a class.
+        """
         return list(self._classes[self._label(label)])
 
     def sample(self, n: int, length: int = 40, seed: int = 0, *, exclude: Exclude | None = None) -> Batch:
@@ -330,6 +361,9 @@ class Task(ABC):
 
         Returns:
             ``{"majority" | "position" | "last_w": {"accuracy": …, "balanced_accuracy": …}}``
+
+        Raises:
+            InputError: A batch that lacks the label.
         """
         label, test = self._label(label), train if test is None else test
         for name, batch in (("train", train), ("test", test)):
@@ -340,7 +374,14 @@ class Task(ABC):
         )
 
     def decode(self, tokens: Tensor) -> list[str]:
-        """Token ids (batch, pos) as readable strings, one per sequence."""
+        """Token ids as readable strings.
+
+        Args:
+            tokens: Token ids. (batch, pos)
+
+        Returns:
+            One string a sequence.
+        """
         glue = "" if all(len(symbol) == 1 for symbol in self.vocab[: self.n_symbols]) else " "
         return [glue.join(self.vocab[i] for i in row) for row in Batch(tokens).tokens.tolist()]
 

@@ -114,6 +114,7 @@ class CodeDepth(Task):
 
     @property
     def digest(self) -> str:
+        """Hash of the text that the strings are cut from, so that a config names its corpus."""
         return self._corpus.digest
 
     @property
@@ -122,7 +123,14 @@ class CodeDepth(Task):
         return list(self._corpus.names)
 
     def shares(self, label: str | None = None) -> dict[str, float]:
-        """Fraction of all characters in each class of a label (the target when left out)."""
+        """Fraction of all characters in each class of a label (the target when left out).
+
+        Args:
+            label: Label; the target when left out.
+
+        Returns:
+            Fraction by class name; they add up to 1.
+        """
         label = self._label(label)
         levels = np.concatenate([level[1:] for level in self._levels(label)])
         counts = np.bincount(self._clip(label, levels), minlength=self.n_classes[label])
@@ -240,7 +248,14 @@ class CodeDepth(Task):
         return PatchPairs(batch.tokens, corrupted, edit, at, answers, batch.mask, "depth")
 
     def decode(self, tokens: Tensor) -> list[str]:
-        """The text of each sequence, without padding and BOS."""
+        """The text of each sequence, without padding and BOS.
+
+        Args:
+            tokens: Token ids. (batch, pos)
+
+        Returns:
+            One text a sequence.
+        """
         texts = []
         for row in Batch(tokens).tokens.tolist():
             end = len(row)

@@ -73,6 +73,21 @@ class Counter(Task):
         return self.n_symbols**length
 
     def draw_pairs(self, n: int, length: int, read: int, label: str, rng: np.random.Generator) -> Pairs:
+        """Strings in which one step of the walk is changed, and which clip nowhere after it.
+
+        Args:
+            n: Number of pairs.
+            length: Tokens in each string, BOS not counted.
+            read: Position that is read, BOS not counted.
+            label: Whose classes must differ there.
+            rng: The only source of chance.
+
+        Returns:
+            Clean symbols (n, length), corrupted symbols (n, length), and the position of the change (n,).
+
+        Raises:
+            InputError: A ``max_depth`` below 3, where the two strings meet again.
+        """
         if self.max_depth < 3:
             raise InputError(
                 f"pairs need max_depth of at least 3; this task has {self.max_depth}. With less room the two "

@@ -86,7 +86,14 @@ class Batch:
         return Batch(self.tokens[at], labels, self.mask[at], self.groups[at])
 
     def to(self, device: str | torch.device) -> Batch:
-        """The same batch with every tensor on ``device``."""
+        """The same batch with every tensor on ``device``.
+
+        Args:
+            device: Where to.
+
+        Returns:
+            A new batch.
+        """
         labels = {name: values.to(device) for name, values in self.labels.items()}
         return Batch(self.tokens.to(device), labels, self.mask.to(device), self.groups.to(device))
 
@@ -175,7 +182,14 @@ class PatchPairs:
         return self._map(lambda values: values[at])
 
     def to(self, device: str | torch.device) -> PatchPairs:
-        """The same pairs with every tensor on ``device``."""
+        """The same pairs with every tensor on ``device``.
+
+        Args:
+            device: Where to.
+
+        Returns:
+            New pairs.
+        """
         return self._map(lambda values: values.to(device))
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> PatchPairs:
