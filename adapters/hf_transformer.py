@@ -48,9 +48,11 @@ class HFTransformer(HFAdapter):
         super().__init__(module, tokenizer)
         self.block_parts = [parts_of(module.get_submodule(path), self.config) for path in self.blocks]
         for canonical, kind in (("attn", "attention"), ("mlp", "mlp"), ("mixer", "mixer")):
-            found = next((path for parts in self.block_parts if (path := getattr(parts, kind))), None)
-            if found:
-                self.segments[canonical] = found
+            places = {i: path for i, parts in enumerate(self.block_parts) if (path := getattr(parts, kind))}
+            first = next(iter(places.values()), None)
+            if first is not None:
+                self.segments[canonical] = first
+            self.segments |= {f"{i}.{canonical}": path for i, path in places.items() if path != first}
 
     @classmethod
     def matches(cls, module: Any) -> bool:

@@ -156,8 +156,19 @@ class Remote(Adapter):
             self._visit(name, list(group))
             for name, group in itertools.groupby(enumerate(entries), lambda pair: pair[1].point.name)
         ]
-        with _by_value():
-            kept, refused, out = _trace(self.model, self.remote, visits, stop, call)
+        try:
+            with _by_value():
+                kept, refused, out = _trace(self.model, self.remote, visits, stop, call)
+        except Exception as err:
+            if (
+                not (isinstance(err, TypeError) and "pickle" in str(err))
+                and type(err).__name__ != "PicklingError"
+            ):
+                raise
+            raise InputError(
+                f"a hook can't be sent to where the model runs: {err}. What a hook uses travels with it: tensors, "
+                "functions and edits (edit = pl.edits.zero()) can, the module 'pl' itself, files and locks can't."
+            ) from err
         for number, found in refused.items():
             raise ShapeError(
                 f"hook at {entries[number].point.name!r} returned {found}. "

@@ -81,6 +81,14 @@ def atomic_path(path: str | os.PathLike[str]) -> Any:
 def write_tensors(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict[str, str]) -> Path:
     """Write one safetensors file, whole or not at all.
 
+    Args:
+        path: The file; missing folders are made.
+        tensors: By name, of any shape.
+        header: Metadata, strings only.
+
+    Returns:
+        The path written.
+
     Raises:
         StoreError: The folder can't be written, or the disk is full.
     """
@@ -103,11 +111,12 @@ class Result:
     dicts of these. ``save`` and ``load`` keep dtype, shape and NaN exactly.
     """
 
-    def __init_subclass__(cls, **kw: Any) -> None:
-        super().__init_subclass__(**kw)
+    def __init_subclass__(cls) -> None:
         # A dataclass would write out every number of every tensor; it leaves a __repr__ that is there alone.
+        # Without super() and globals: cloudpickle, which takes edits to other machines, makes subclasses
+        # before the functions of this class have theirs.
         if "__repr__" not in cls.__dict__:
-            cls.__repr__ = Result.__repr__  # type: ignore[method-assign]
+            cls.__repr__ = cls.__mro__[1].__repr__  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
         parts = [f"{f.name}={_short(getattr(self, f.name))}" for f in dataclasses.fields(self)]  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,37 @@ def test_our_own_edits_travel_with_the_request(tmp_path: Path, monkeypatch: pyte
     model.run_with_hooks(x, [(POINT, pl.edits.scale(0.5))])
     assert packed == [True, True], "the source of the edit is in the request"
     assert "probelens" not in cloudpickle.list_registry_pickle_by_value(), "nothing of ours stays registered"
+
+
+@pytest.mark.parametrize("kind", ["eraser", "subspace"])
+def test_edits_made_of_results_travel_and_change_what_they_change_here(kind: str, tmp_path: Path) -> None:
+    remote, ours, x = (
+        pl.wrap(named("gpt2", tmp_path), remote="local"),
+        pl.wrap(zoo.build("gpt2")),
+        zoo.tokens(),
+    )
+    space = pl.subspaces.random(2, zoo.WIDTH)
+    edit = pl.edits.project(space)
+    if kind == "eraser":
+        edit = pl.edits.erase(pl.leace(ours.run_with_cache(x, POINT)[1][POINT].detach(), x % 2))
+    got, want = (m.run_with_hooks(x, [(POINT, edit)]) for m in (remote, ours))
+    assert torch.allclose(got, want, atol=2e-6)
+    assert (want - ours(x)).abs().max() > 1e-3
+
+
+def test_a_hook_that_cannot_travel_is_refused_and_one_that_can_is_not(tmp_path: Path) -> None:
+    model, x = pl.wrap(named("gpt2", tmp_path), remote="local"), zoo.tokens()
+    for reason, hook in {
+        "_Package": lambda t, hook: pl.edits.zero()(t),
+        "lock": _holding(threading.Lock()),
+    }.items():
+        with pytest.raises(pl.InputError, match=f"can't be sent.*{reason}"):
+            model.run_with_hooks(x, [(POINT, hook)])
+    model.run_with_hooks(x, [(POINT, _holding(torch.ones(1)))])
+
+
+def _holding(thing: Any) -> Any:
+    return lambda tensor, hook: tensor if thing is None else tensor * 2
 
 
 def test_collect_and_patch_run_on_a_remote_model(tmp_path: Path) -> None:
