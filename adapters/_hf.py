@@ -146,17 +146,24 @@ def load_pretrained(
 ) -> tuple[nn.Module, Any]:
     """A causal language model and its tokenizer (None if it has none) from the hub or a folder.
 
-    A checkpoint in mamba-ssm's own format is read into transformers' class.
+    A checkpoint in mamba-ssm's own format is read into transformers' class. Where the hub can't be reached, the
+    local cache is all that is asked.
 
     Raises:
-        InputError: There is no such model, or it can't be read.
+        InputError: There is no such model, it can't be read, or the hub can't be reached and the cache lacks it.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from probelens.adapters import _mamba_ssm_files as mamba_ssm
+    from probelens.adapters._hub import unreachable
 
     options = {"trust_remote_code": trust_remote_code, **kw}
-    hub = {k: v for k, v in kw.items() if k in ("revision", "cache_dir", "token")}
+    away = unreachable(name, options)
+    if away is not None:
+        options["local_files_only"] = True
+        # transformers looks for a LoRA adapter by options of its own.
+        options["adapter_kwargs"] = {**(kw.get("adapter_kwargs") or {}), "local_files_only": True}
+    hub = {k: v for k, v in options.items() if k in ("revision", "cache_dir", "token", "local_files_only")}
     if mamba_ssm.is_config(mamba_ssm.read_config(name, **hub)):
         # Before transformers sees it: that takes "mamba" in a name for the type and its own defaults for sizes.
         module = mamba_ssm.load(name, dtype=_dtype(dtype), **hub)
@@ -168,6 +175,12 @@ def load_pretrained(
         except Exception as err:
             # Of a damaged folder transformers raises errors of every kind.
             why = str(err) if isinstance(err, (OSError, ValueError)) else f"{type(err).__name__}: {err}"
+            if away is not None:
+                raise InputError(
+                    f"can't load {name!r}: {away}, and the local cache doesn't do: {why.splitlines()[0]}\n"
+                    "Give a folder made by save_pretrained(), or try again with a connection. HF_ENDPOINT names "
+                    "another hub; with HF_HUB_OFFLINE=1 only the cache (HF_HOME) is asked."
+                ) from err
             raise InputError(
                 f"can't load {name!r} as a causal language model: {why}\n"
                 "Give the id of a model on the Hugging Face hub or a folder made by save_pretrained()."
