@@ -434,6 +434,22 @@ def test_inlp_keeps_a_sequence_in_one_part():
     assert by_sequence.accuracy < 0.9
 
 
+def test_inlp_factorises_the_features_once_while_few_directions_are_gone(monkeypatch):
+    from probelens.probing import factor
+
+    real, widths = factor._eigh, []
+    monkeypatch.setattr(factor, "_eigh", lambda gram, floor: widths.append(len(gram)) or real(gram, floor))
+    x, y, groups = planted()
+    few = sub.inlp(x, y, groups, max_rank=4, baseline=0.0)
+    assert few.rank == 4
+    assert widths == [x.shape[1]]
+    # The control: with most directions of many classes gone, a factorisation without them costs less.
+    gen = torch.Generator().manual_seed(0)
+    noise = torch.randn(600, 8, generator=gen)
+    sub.inlp(noise, torch.randint(6, (600,), generator=gen), baseline=-1.0, max_rank=8)
+    assert widths.count(8) > 1
+
+
 def test_inlp_finds_the_span_of_scikit_learns_loop():
     from sklearn.linear_model import LogisticRegression
 

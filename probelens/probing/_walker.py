@@ -23,6 +23,7 @@ __all__ = ["LogisticFit", "Request", "Walker"]
 _F32_FLOOR = 1e-6  # relative gap below which float32 gradients are noise
 _MEMORY = 20  # L-BFGS pairs
 _SAFETY = 10.0  # the L-BFGS metric knows too little of flat directions and sees less than the whole gap
+_NEAR = 0.3  # of the objective: what a first step may promise and be taken in one go
 _STEP = 100.0  # largest ratio of neighbouring C that is taken in one go
 _LOOSE = 1e-2  # relative gap at values of C that are only passed
 _LARGEST = 30_000_000  # numbers held to keep the preconditioner exact after projections
@@ -157,6 +158,9 @@ class Walker:
         self.stop = stop
         self.dtype = shared.x.dtype
         self.vectors = shared.vectors.to(self.dtype)
+        # Where directions were removed after the factorisation, the preconditioner must know of them.
+        apart = shared.removed is not None and not shared.refactored
+        self.seen = shared.removed @ shared.vectors if apart and shared.removed is not None else None
         self.variances = shared.values / shared.total
         # What float32 can reach; float64 goes on from there where more is asked for.
         self.rough = max(tol, _F32_FLOOR) if self.dtype == torch.float32 else tol
@@ -164,16 +168,17 @@ class Walker:
     def run(self) -> Generator[Request, Tensor, list[LogisticFit]]:
         """Ask for ("logits", weights) or ("gradient", residuals); be sent x @ weightsᵀ or residualsᵀ @ x."""
         guess = self._start()
+        point = yield from self._evaluate(guess)
         last: _Point | None = None
         before: _Point | None = None
         fits: list[LogisticFit] = []
         n_iter = 0
-        for C, wanted in self._steps():
+        for C, wanted in self._steps(self._far(guess, point)):
             if last is not None:
                 guess = self._extrapolate(C, last, before)
                 before = last
+                point = yield from self._evaluate(guess)
             precondition = self._preconditioner(C, guess.r)
-            point = yield from self._evaluate(guess)
             tol = self.rough if wanted else max(self.rough, _LOOSE)
             end = yield from self._minimise(C, point, precondition, tol, self.max_iter - n_iter)
             n_iter += end.n_iter
@@ -189,7 +194,14 @@ class Walker:
                 break
         return fits
 
-    def _steps(self) -> list[tuple[float, bool]]:
+    def _far(self, guess: _Guess, point: _Point) -> bool:
+        """Whether a Newton step from the start to the first C promises so much that it can't be trusted."""
+        C = self.Cs[0]
+        gw, gb = C * point.gw + point.w, C * point.gb
+        dw, db = self._preconditioner(C, guess.r)(gw, gb)
+        return _dot(gw, dw) + _dot(gb, db) > _NEAR * 2 * (C * point.loss + _half_square(point.w))
+
+    def _steps(self, far: bool) -> list[tuple[float, bool]]:
         """The values of C to go through, with those in between that make large steps small."""
         # Below this the penalty rules and one step from zero is nearly exact.
         easy = 100 / (
@@ -197,6 +209,8 @@ class Walker:
         )
         out: list[tuple[float, bool]] = []
         reached = min(easy, self.Cs[0])
+        if not far:
+            reached = self.Cs[0]
         for C in self.Cs:
             n = math.ceil(math.log(max(C / reached, 1.0)) / math.log(_STEP) - 1e-9)
             out += [(C * _STEP**-k, False) for k in range(n - 1, 0, -1)]
@@ -339,11 +353,10 @@ class Walker:
 
     def _constraint(self, scale: Tensor) -> tuple[Tensor, Tensor] | None:
         """What keeps the inverse exact where directions were removed: Q, and (Q M⁻¹ Qᵀ)⁻¹ for each M."""
-        removed = self.shared.removed
-        if removed is None or len(removed) ** 2 * len(scale) > _LARGEST:
+        removed, seen = self.shared.removed, self.seen
+        if removed is None or seen is None or len(removed) ** 2 * len(scale) > _LARGEST:
             return None
-        seen = removed @ self.shared.vectors
-        within = torch.einsum("ir,kr,jr->kij", seen, scale, seen)
+        within = (seen * scale[:, None]) @ seen.T
         within += torch.eye(len(removed), dtype=within.dtype, device=within.device)
         return removed.to(self.dtype), _linalg.inverse(within).to(self.dtype)
 

@@ -19,7 +19,9 @@ from probelens.errors import InputError, ShapeError
 
 __all__ = ["Factorised", "as_features"]
 
-_CHUNK = 4096  # rows promoted to float64 at once
+_CHUNK = 4096  # rows of a product that is summed in float64
+_BLOCKS = 4  # of columns, in which a Gram matrix is formed
+_CACHED = 2**17  # numbers promoted to float64 at once: as many as stay in the cache
 _SMALL = 2_000_000  # elements up to which float64 features stay float64
 
 
@@ -41,6 +43,7 @@ class Factorised:
         precise: Whether the Gram matrix was summed in float64.
         removed: Orthonormal rows spanning what was projected out, on the scale of x. (k, d)
         fit_intercept: Whether the features are centred.
+        refactored: Whether values and vectors are those of the features without what was projected out.
 
     Units:
         Memory: one copy of the features, plus d² numbers in float64.
@@ -63,6 +66,7 @@ class Factorised:
     fit_intercept: bool
     precise: bool
     _source: Tensor
+    refactored: bool = False
     _exact: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -104,7 +108,7 @@ class Factorised:
             dtype = torch.float64 if small else torch.float32
         mean = _sum(source, weight) / total
         x = torch.empty(source.shape, dtype=dtype, device=source.device)
-        for rows in _chunks(len(source)):
+        for rows in _cached(source):
             x[rows] = (source[rows].double() - mean).to(dtype)
         deviation = (_sum(x, weight, squared=True) / total).sqrt()
         constant = deviation <= 1e-12 * mean.abs().clamp(min=1e-150)
@@ -184,7 +188,7 @@ class Factorised:
             rows = torch.cat([self.removed, rows])
         removed = _orthonormal(rows)
         if not refactor:
-            return replace(self, removed=removed)
+            return replace(self, removed=removed, refactored=False)
         if self.gram is not None:
             gram = self.gram - (self.gram @ removed.T) @ removed
             gram = gram - removed.T @ (removed @ gram)
@@ -192,14 +196,14 @@ class Factorised:
         else:
             cut = removed.to(self.x.dtype)
             values, vectors, _ = _eigen(self.x - (self.x @ cut.T) @ cut, self.weight, self.precise)
-        return replace(self, removed=removed, values=values, vectors=vectors)
+        return replace(self, removed=removed, values=values, vectors=vectors, refactored=True)
 
     def exactly(self) -> Factorised:
         """The same with a float64 eigendecomposition of the features as they are, projections included."""
         full = self
         if not self.precise:
             values, vectors, gram = _eigen(self.x, self.weight, True)
-            full = replace(self, values=values, vectors=vectors, gram=gram, precise=True)
+            full = replace(self, values=values, vectors=vectors, gram=gram, precise=True, refactored=False)
         return full if self.removed is None else full.project_out(self.removed[:0], refactor=True)
 
     @exact
@@ -213,7 +217,7 @@ class Factorised:
             The products. (k, d)
         """
         out = torch.zeros(columns.shape[1], self.d, dtype=torch.float64, device=self.x.device)
-        for rows in _chunks(self.n):
+        for rows in _chunks(self.n, _CHUNK):
             out += columns[rows].double().T @ self.x[rows].double()
         return out
 
@@ -247,13 +251,13 @@ def as_features(X: Any) -> Tensor:
         )
     if not x.is_floating_point():
         x = x.to(torch.get_default_dtype() if x.dtype == torch.bool else torch.float64)
-    for rows in _chunks(len(x)):
-        if not bool(torch.isfinite(x[rows]).all()):
-            bad = (~torch.isfinite(x)).any(1).nonzero()[:, 0]
-            raise InputError(
-                f"X has NaN or infinity in {len(bad)} of {len(x)} rows, first in row {int(bad[0])}. "
-                "Check the model's output, or mask these rows."
-            )
+    # Where the sum is finite, so is every number: one cheap pass, and a closer look only where it isn't.
+    if not bool(torch.isfinite(x.sum())) and not bool(torch.isfinite(x).all()):
+        bad = (~torch.isfinite(x)).any(1).nonzero()[:, 0]
+        raise InputError(
+            f"X has NaN or infinity in {len(bad)} of {len(x)} rows, first in row {int(bad[0])}. "
+            "Check the model's output, or mask these rows."
+        )
     return x
 
 
@@ -273,9 +277,9 @@ def _weights(sample_weight: Any, x: Tensor) -> Tensor | None:
 def _sum(x: Tensor, weight: Tensor | None, squared: bool = False) -> Tensor:
     """Weighted sum of the rows, or of their squares, in float64. (d,)"""
     out = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
-    for rows in _chunks(len(x)):
+    for rows in _cached(x):
         part = x[rows].square() if squared else x[rows]
-        out += part.sum(0, dtype=torch.float64) if weight is None else weight[rows] @ part.double()
+        out += part.double().sum(0) if weight is None else weight[rows] @ part.double()
     return out
 
 
@@ -292,13 +296,18 @@ def _eigen(x: Tensor, weight: Tensor | None, precise: bool) -> tuple[Tensor, Ten
     # On a common scale first: rounding would else bury small features under the errors of large ones.
     size = (_sum(x, None, squared=True) / n).sqrt()
     size = torch.where(size > torch.finfo(x.dtype).tiny, size, 1.0).to(dtype)
+    alike = float(size.min()) > 0.5 and float(size.max()) < 2
     gram = torch.zeros(d, d, dtype=torch.float64, device=x.device)
-    for rows in _chunks(n):
-        part = x[rows].to(dtype) / size
+    width = -(-d // _BLOCKS)
+    for rows in _chunks(n, _CHUNK):
+        part = x[rows].to(dtype) if alike else x[rows].to(dtype) / size
         if root is not None:
-            part *= root[rows].to(dtype)
-        gram += part.T @ part
-    gram *= size.double() * size.double()[:, None]
+            part = part * root[rows].to(dtype)
+        for start in range(0, d, width):  # the half above the diagonal is enough
+            gram[start : start + width, start:] += part[:, start : start + width].T @ part[:, start:]
+    gram = gram.triu() + gram.triu(1).T
+    if not alike:
+        gram *= size.double() * size.double()[:, None]
     return *_eigh(gram, 1e-13 if precise else 1e-10), gram
 
 
@@ -316,5 +325,10 @@ def _orthonormal(rows: Tensor) -> Tensor:
     return basis[size > size.max().clamp(min=1e-300) * 1e-10]
 
 
-def _chunks(n: int) -> list[slice]:
-    return [slice(start, min(start + _CHUNK, n)) for start in range(0, n, _CHUNK)]
+def _chunks(n: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+
+
+def _cached(x: Tensor) -> list[slice]:
+    """Rows that stay in the cache while they are worked on; whole on a GPU."""
+    return _chunks(len(x), max(1, _CACHED // x.shape[1]) if x.device.type == "cpu" else _CHUNK)
