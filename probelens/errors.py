@@ -84,7 +84,7 @@ def require(module: str, extra: str, why: str) -> ModuleType:
 
     Args:
         module: Name to import, for example ``"mamba_ssm"``.
-        extra: The extra in ``pip install "probelens[extra]"``.
+        extra: The extra of probelens that brings it.
         why: What needs it, for the message.
 
     Returns:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +70,41 @@ def test_the_page_of_compiled_adapted_and_spread_models_runs() -> None:
     with torch.random.fork_rng():
         names = run_page("docs/compiled-adapted-spread.md")
     assert names["logits"].shape == (1, 3, 50)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("page", ["docs/concepts.md", "docs/api/models.md", "docs/api/tasks.md"])
+def test_a_page_with_a_short_example_runs(page: str) -> None:
+    run_page(page)
+
+
+def test_the_pages_on_figures_and_reports_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    figure = run_page("docs/api/plots.md")["figure"]
+    assert len(figure.data) >= 2  # type: ignore[attr-defined]
+    run_page("docs/api/report.md")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Where can depth be read?" in page
+    assert "probelens run quickstart" in page
+
+
+def test_the_page_on_training_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a few steps of it; what a full training brings is on the quickstart's page and tested there."""
+    monkeypatch.chdir(tmp_path)
+    full = pl.training.train
+
+    def shorter(
+        model: torch.nn.Module, task: pl.tasks.Task, *, config: pl.training.TrainConfig, **kw: Any
+    ) -> Any:
+        few = dataclasses.replace(config, steps=4, warmup=1, decay_steps=1)
+        return full(model, task, config=few, progress=False, **kw)
+
+    monkeypatch.setattr(pl.training, "train", shorter)
+    names = run_page("docs/api/training.md")
+    assert names["result"].steps == 4  # type: ignore[attr-defined]
+    assert any((tmp_path / "runs/gru-parity").iterdir())
+    assert "accuracy" in capsys.readouterr().out
 
 
 def test_a_page_that_does_not_run_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

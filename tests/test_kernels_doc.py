@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from test_docs import run_page
 from torch import nn
 
 from probelens.rnn import rnn_points
@@ -42,8 +43,7 @@ def test_tables_list_every_point_with_its_axes_and_note(table: str, points: dict
 
 
 def test_example_runs_and_prints_what_it_says() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(code, str(PAGE), "exec"), {"__name__": "example"})
+        run_page("docs/api/kernels.md")
     assert printed.getvalue().strip() == str([True] * 5 + [False] * 7)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from test_docs import run_page
 from torch import Tensor
 
 import probelens as pl
@@ -284,10 +282,7 @@ def test_asking_a_result_for_what_it_lacks_is_an_error() -> None:
 
 
 def test_the_page_about_probing_runs_and_shows_a_readable_depth() -> None:
-    page = (Path(__file__).parent.parent / "docs/api/probing.md").read_text()
-    names: dict[str, object] = {}
-    for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
-        exec(block, names)
+    names = run_page("docs/api/probing.md")
     row = names["row"]
     assert row["accuracy"] > row["last_w"] > row["majority"]  # type: ignore[index]
     before, after = names["best"], names["rest"][0][4]  # type: ignore[index]

@@ -103,6 +103,9 @@ def test_a_notebook_is_its_source_after_a_cell_that_installs(path: Path) -> None
     assert "%pip install --quiet" in code[0]
     if path.suffix == ".py":
         assert code[1:] == [cell.text for cell in tutorials.cells(path) if cell.kind == "code"]
+    else:
+        blocks = re.findall(r"^```python\n(.*?)\n```", path.read_text(encoding="utf-8"), re.M | re.S)
+        assert code[1:] == blocks, "the Python of the page, and nothing for a terminal"
 
 
 def test_a_page_that_shows_something_else_is_noticed() -> None:

@@ -27,7 +27,7 @@ FOLDER = DOCS / "tutorials"
 FIGURES = FOLDER / "figures"
 SOURCES = sorted(FOLDER.glob("*.py"))
 # Pages that are notebooks too: their fenced Python blocks are the cells.
-PAGES = [DOCS / "write-an-adapter.md"]
+PAGES = [DOCS / "quickstart.md", DOCS / "write-an-adapter.md"]
 
 INSTALL = """\
 # In Colab, or wherever probelens isn't installed yet
@@ -168,6 +168,10 @@ def notebook(path: Path) -> str:
     )
     made.cells.insert(1, v4.new_code_cell(install))
     for i, cell in enumerate(made.cells):
+        if cell.source.startswith("%%bash\n"):
+            # Commands of the page are for a terminal, to be read here and not to be run.
+            commands = cell.source.removeprefix("%%bash\n")
+            made.cells[i] = cell = v4.new_markdown_cell(f"```bash\n{commands}\n```")
         cell.id = f"cell-{i}"
         cell.metadata = {}
         if cell.cell_type == "markdown":

@@ -2,7 +2,7 @@
 
     probelens run paper-formal --preset smoke     under a minute; proves that it runs, its models learn nothing
     probelens run paper-formal --preset cpu       two cores, some hours, one seed
-    probelens run paper-formal --preset paper     four seeds and more data
+    probelens run paper-formal --preset paper     six seeds and more data
 
 A cell is one trained model. What is finished is kept, so a run can be stopped at any time, and goes on where it
 stopped; architectures, tasks and seeds can be added to a run folder. The folder gets `rows.parquet` (every number),
