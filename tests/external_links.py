@@ -11,8 +11,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable
 
-# When each host was last seen to have what is linked. 2026-11-30: the GitHub threads were read in a stored copy of
-# them, the other two were not fetched but looked over.
+# When each host was last seen. On 2026-11-30 the threads on GitHub were read in a stored copy, where each is about
+# what the page says; the others were looked over, not fetched.
 HOSTS = {
     "arxiv.org": "2026-11-30",
     "citation-file-format.github.io": "2026-11-30",
