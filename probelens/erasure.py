@@ -34,6 +34,9 @@ class Eraser(Result):
         mean: μ, which the map leaves in place. (d,)
         correlations: Canonical correlations that were erased, largest first. (rank,)
         label: What was erased.
+
+    Source:
+        Belrose et al. 2023, arXiv 2306.03819.
     """
 
     left: Tensor

@@ -173,6 +173,34 @@ def test_these_are_none(text: str) -> None:
     assert not shaped(text)
 
 
+SOURCES = {
+    "ablation.ablate": ("2606.00926", "2004.07667"),
+    "components.ablate_component": ("2404.15255",),
+    "erasure.LeaceFitter": ("Belrose et al. 2023", "2306.03819"),
+    "erasure.leace": ("Belrose et al. 2023", "2306.03819"),
+    "inlp.inlp": ("Ravfogel et al. 2020", "2004.07667"),
+    "metrics.recovered": ("Heimersheim and Nanda 2024", "2404.15255"),
+    "patching.attribute": ("Nanda 2023", "2310.10348"),
+    "patching.patch": ("2404.15255", "2309.16042"),
+    "permutation.holm": ("Holm 1979",),
+    "permutation.max_t": ("Westfall and Young 1993",),
+    "probing.controls.control_labels": ("Hewitt and Liang 2019", "1909.03368"),
+    "probing.controls.selectivity": ("Hewitt and Liang 2019", "1909.03368"),
+    "probing.mdl.online_codelength": ("Voita and Titov 2020", "2003.12298"),
+    "probing.protocol.refit_accuracy": ("2606.00926",),
+    "ssm.mamba_mixer": ("Gu and Dao 2023", "2312.00752"),
+    "ssm.mamba2_mixer": ("Dao and Gu 2024", "2405.21060"),
+    "stats.hierarchical_bootstrap": ("Davison and Hinkley 1997",),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_method_of_a_paper_names_it(name: str) -> None:
+    (item,) = [one for one in docstrings.names() if one.name == f"probelens.{name}"]
+    source = item.doc.partition("Source:\n")[2]
+    assert [cited for cited in SOURCES[name] if cited not in source] == []
+
+
 # -- the pages of the API ---------------------------------------------------------------------------
 
 

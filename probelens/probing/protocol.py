@@ -419,6 +419,9 @@ def refit_accuracy(
     Raises:
         ShapeError: Tensors that don't fit together.
         InputError: One class only, or too few groups to split.
+
+    Source:
+        The refitted probe: arXiv 2606.00926 v2.
     """
     shapes = [tuple(tensor_of("an argument", t).shape) for t in (clean, ablated, labels, mask, groups)]
     lead = shapes[0][:-1]

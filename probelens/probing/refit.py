@@ -163,6 +163,10 @@ def refit_check(
         readable_after (whether any probe reads the label), probe_position_accuracy and
         probe_mlp_accuracy (before; None where others answered that already); and the refitted pooled
         probe's accuracy at each position. (pos,)
+
+    Source:
+        The refitted probe: arXiv 2606.00926 v2; the MLP: Ravfogel et al. 2020, arXiv 2004.07667, section
+        5.
     """
     row, by_position = refit_accuracy(clean, ablated, labels, mask, groups, mlp=mlp, seed=seed)
     split = split_by_group(groups, FRACTIONS, seed)
