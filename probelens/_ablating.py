@@ -36,6 +36,7 @@ __all__ = [
 Metric = Literal["accuracy", "next_token_loss"] | Callable[..., Tensor]
 Control = Literal["random", "random_matched", "pca"]
 CONTROLS: tuple[Control, ...] = ("random", "random_matched", "pca")
+NOTHING_SCORED = "no position is scored: the mask is False everywhere, or the sequences are too short"
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,9 +233,7 @@ def score(
 
     keep = scored.any(1)
     if not bool(keep.any()):
-        raise InputError(
-            "no position is scored: the mask is False everywhere, or the sequences are too short"
-        )
+        raise InputError(NOTHING_SCORED)
     weight = scored.double() / scored.double().sum(1, keepdim=True).clamp_min(1)
     values = (runs.values.double() * weight).sum(-1)[:, keep]
     clean = (runs.clean.double() * weight).sum(-1)[keep]
@@ -290,7 +289,10 @@ def accuracy_chance(batch: Any, target: str, metric: Metric, scored: Tensor | No
     """What always guessing the most frequent answer gets; None for a metric that is no accuracy."""
     if metric != "accuracy":
         return None
-    counts = torch.bincount(batch.labels[target][batch.mask if scored is None else scored])
+    labels = batch.labels[target][batch.mask if scored is None else scored]
+    if not labels.numel():
+        raise InputError(NOTHING_SCORED)
+    counts = torch.bincount(labels)
     return (counts.max() / counts.sum()).item()
 
 

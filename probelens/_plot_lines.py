@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from probelens import _plot_style as style
 from probelens._plot_style import PALETTE, escape
+from probelens.errors import InputError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -181,6 +182,8 @@ def training_curve(
     """
     who = "training_curve"
     names = [y] if isinstance(y, str) else list(y)
+    if not names:
+        raise InputError("training_curve: y names no column to draw")
     df = style.frame(data, [c for c in (x, *names, color) if c], who)
     style.unique(df, [c for c in (x, color) if c], who, "Separate the runs with color=.")
     df = style.ordered(df, x, who)

@@ -464,7 +464,7 @@ class Adapter:
             The mean (), or (batch, pos − 1).
 
         Raises:
-            InputError: The input wasn't tokens, so there is nothing to predict.
+            InputError: The input wasn't tokens, or the mask leaves none, so there is nothing to predict.
         """
         tokens = call.tokens
         if tokens is None or logits.ndim != 3 or tokens.shape[1] < 2:
@@ -481,6 +481,10 @@ class Adapter:
         if call.mask is None:
             return losses.view(shape) if per_token else losses.mean()
         weight = (call.mask[:, 1:] * call.mask[:, :-1]).flatten().to(losses)
+        if not per_token and not bool(weight.any()):
+            raise InputError(
+                "the attention mask leaves no two neighbouring tokens, so there is nothing to predict"
+            )
         return (losses * weight).view(shape) if per_token else (losses * weight).sum() / weight.sum()
 
     # -- starting and stopping at a block --------------------------------------------------------

@@ -24,6 +24,11 @@ _SHORT = {
     "attn": "pattern", "attn_logits": "attn_scores", "key": "k", "query": "q", "value": "v",
     "mlp_pre": "pre", "mlp_mid": "mid", "mlp_post": "post",
 }  # fmt: skip
+# Which part of a block has a point of this short name, to say why an architecture hasn't.
+_INSIDE = {
+    **dict.fromkeys(("q", "k", "v", "z", "attn_scores", "pattern", "result", "rot_q", "rot_k"), "attn."),
+    **dict.fromkeys(("pre", "mid", "post", "pre_linear"), "mlp."),
+}
 
 
 def act_name(key: str | tuple[Any, ...], names: Iterable[str], n_layers: int) -> str:
@@ -102,7 +107,7 @@ def slice_positions(tensor: Tensor, pos: Slice, axis: int = 1) -> Tensor:
         The positions kept, in the order asked for: (batch, kept, ...), or (batch, ...) for an int.
 
     Raises:
-        ShapeError: The tensor has no position axis, or a position is out of range.
+        ShapeError: The tensor has no position axis, a position is out of range, or none is left.
     """
     if pos is None:
         return tensor
@@ -122,7 +127,10 @@ def slice_positions(tensor: Tensor, pos: Slice, axis: int = 1) -> Tensor:
     turned = tensor.movedim(axis, 0)
     if isinstance(pos, int):
         return turned[pos]
-    return (turned[pos] if isinstance(pos, slice) else turned[wanted]).movedim(0, axis)
+    kept = turned[pos] if isinstance(pos, slice) else turned[wanted]
+    if not len(kept):
+        raise ShapeError(f"positions {pos!r} keep none of the {length}. Leave them out to keep all")
+    return kept.movedim(0, axis)
 
 
 class ActivationCache(Mapping[str, Tensor]):
@@ -164,9 +172,22 @@ class ActivationCache(Mapping[str, Tensor]):
             return act_name(key, self.cache_dict, n_layers)
         except UnknownHookError as err:
             raise UnknownHookError(
-                f"{err}. This cache holds {len(self.cache_dict)} activations (what names_filter asked for); "
+                f"{err}{self._absent(key)}. This cache holds {len(self.cache_dict)} activations (what names_filter asked for); "
                 "list them with cache.keys()"
             ) from None
+
+    def _absent(self, key: str | tuple[Any, ...]) -> str:
+        """Why the architecture has no such point; nothing where it has one or there is nothing to say."""
+        if self.model is None:
+            return ""
+        name = key if isinstance(key, str) else ""
+        if not name:
+            short, layer, kind = (*key, None, None)[:3]
+            short = _SHORT.get(short, short)
+            part = _INSIDE.get(short, "") if kind is None else f"{_LAYER_TYPES.get(kind, kind)}."
+            name = f"blocks.{0 if layer is None else layer % self.model.cfg.n_layers}.{part}hook_{short}"
+        reason = None if name in self.model.hook_dict else self.model.adapter.absent(name)
+        return f" ({reason})" if reason else ""
 
     def _n_layers(self) -> int:
         layers = [int(n.split(".")[1]) for n in self.cache_dict if n.startswith("blocks.")]
@@ -184,7 +205,7 @@ class ActivationCache(Mapping[str, Tensor]):
     def __getattr__(self, name: str) -> Any:
         from probelens.lens import explained
 
-        raise explained("ActivationCache", name)
+        raise explained("ActivationCache", name, self.__dict__.get("model"))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.cache_dict)
@@ -262,7 +283,7 @@ class ActivationCache(Mapping[str, Tensor]):
             A new cache; this one is left alone.
 
         Raises:
-            ShapeError: The batch axis is gone already.
+            ShapeError: The batch axis is gone already, or no example is left.
         """
         if not self.has_batch_dim:
             raise ShapeError("this cache has no batch axis any more (remove_batch_dim was called)")
@@ -270,6 +291,8 @@ class ActivationCache(Mapping[str, Tensor]):
         if index is None:
             index = slice(None)
         kept = {n: t[index] for n, t in self.cache_dict.items()}
+        if not isinstance(index, int) and any(not len(t) for t in kept.values()):
+            raise ShapeError(f"examples {batch_slice!r} keep none of the batch. Leave them out to keep all")
         return ActivationCache(kept, self.model, not isinstance(index, int))
 
     def stack_activation(
@@ -359,7 +382,7 @@ class ActivationCache(Mapping[str, Tensor]):
             (component, batch, pos, d_model), and the labels if asked for.
 
         Raises:
-            InputError: apply_ln, or a mode that isn't known.
+            InputError: apply_ln, a mode that isn't known, or one that no block of this architecture has a part for.
             UnknownHookError: The cache lacks one of them.
         """
         if apply_ln:
@@ -384,6 +407,11 @@ class ActivationCache(Mapping[str, Tensor]):
                 parts[f"{i}_{first}"] = self[first, i]
             if mode != "attn" and i < upto and has_mlp:
                 parts[f"{i}_mlp_out"] = self["mlp_out", i]
+        if not parts or (mode == "mlp" and upto and all("mlp" not in name for name in parts)):
+            what = f"mode={mode!r} up to layer {upto}"
+            raise InputError(
+                f"no part of the residual stream is left for {what}{self._absent(('mlp_out', 0))}"
+            )
         stacked = _stacked([self._at(part, pos_slice) for part in parts.values()])
         return (stacked, list(parts)) if return_labels else stacked
 

@@ -120,7 +120,7 @@ def collect(
 
     Raises:
         UnknownHookError: A site that the model doesn't have.
-        InputError: No examples.
+        InputError: No examples, or no positions.
         StoreError: ``out`` holds activations of other data, or can't be written.
     """
     tokens, mask, attention = _inputs(model, batch, attention_mask)
@@ -258,9 +258,9 @@ def _positions(pos: Slice, length: int) -> Tensor:
         return torch.arange(length)
     if isinstance(pos, tuple):
         pos = slice(*pos)
-    if isinstance(pos, slice):
-        return torch.arange(length)[pos]
-    wanted = torch.as_tensor(pos)
+    wanted = torch.arange(length)[pos] if isinstance(pos, slice) else torch.as_tensor(pos)
+    if not wanted.numel():
+        raise InputError(f"pos={pos!r} keeps none of {length} positions. None keeps all")
     bad = wanted[(wanted < -length) | (wanted >= length)]
     if len(bad):
         raise ShapeError(

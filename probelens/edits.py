@@ -520,7 +520,11 @@ def _table(pos: Any, batch: int, length: int | None, step: int | None) -> Tensor
     chosen = torch.arange(length)[pos] if isinstance(pos, slice) else pos
     if each and len(chosen) != batch:
         raise ShapeError(f"pos has {len(chosen)} positions for {batch} examples; a list means all examples")
-    if chosen.numel() and not -length <= int(chosen.min()) <= int(chosen.max()) < length:
+    if not chosen.numel():
+        raise InputError(
+            f"pos={pos!r} names no position of {length}, so nothing would be edited. None means all"
+        )
+    if not -length <= int(chosen.min()) <= int(chosen.max()) < length:
         raise InputError(
             f"pos={chosen.tolist()}: allowed are {-length} to {length - 1}, the sequence has {length}"
         )

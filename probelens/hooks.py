@@ -110,7 +110,7 @@ def at(pos: int | Sequence[int], fn: HookFn) -> At:
         tensor([[[0., 0., 0.],
                  [1., 1., 1.]]])
     """
-    positions = (pos,) if isinstance(pos, int) else tuple(pos)
+    positions = (pos,) if isinstance(pos, int) or not isinstance(pos, Iterable) else tuple(pos)
     if not positions or not all(isinstance(p, int) and not isinstance(p, bool) for p in positions):
         raise InputError(f"at() needs a position or a list of positions (integers), got {pos!r}")
     return At(positions, fn)

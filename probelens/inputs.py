@@ -144,6 +144,8 @@ class ModelInputs(PointNames):
             self._check_tokens(ids)
             return Call((), {**kwargs, **extra}, ids, mask)
         if isinstance(inputs, (list, tuple)):
+            if not len(inputs):
+                raise ShapeError(f"tokens must be (batch, pos) and not empty, got {inputs!r}")
             try:
                 inputs = torch.tensor(inputs)
             except (ValueError, TypeError, RuntimeError) as err:

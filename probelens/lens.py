@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from probelens.adapter import Call
+from probelens.adapter import Call, ModelConfig
 from probelens.errors import InputError
 from probelens.hooks import Direction, HookFn
 from probelens.inputs import ModelInputs
@@ -35,19 +35,36 @@ _CACHE_WEIGHTS = {
     "logit_lens", "apply_ln_to_stack", "get_full_resid_decomposition", "compute_ssm_state",
     "compute_ssm_effective_attention",
 }  # fmt: skip
+# What is about one part of a block, and whether a model has such a part.
+_PARTS: dict[str, tuple[str, Callable[[ModelConfig], int]]] = {
+    **dict.fromkeys(
+        (
+            "compute_head_results", "stack_head_results", "W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O", "QK",
+            "OV", "all_composition_scores", "set_use_attn_result", "set_use_split_qkv_input", "set_use_attn_in",
+        ), ("attention heads", lambda cfg: cfg.n_heads),
+    ),
+    **dict.fromkeys(
+        ("get_neuron_results", "stack_neuron_results", "W_in", "W_out", "W_gate", "b_in", "b_out", "set_use_hook_mlp_in"),
+        ("MLP", lambda cfg: cfg.d_mlp),
+    ),
+}  # fmt: skip
 
 
 class _Elsewhere(InputError, AttributeError):
     """An attribute that is not here, with the way to it. hasattr() stays False."""
 
 
-def explained(owner: str, name: str) -> AttributeError:
+def explained(owner: str, name: str, model: Any = None) -> AttributeError:
     """The error for an attribute that TransformerLens has and ``owner`` doesn't.
 
     Args:
         owner: "HookedModel" or "ActivationCache".
         name: The attribute.
+        model: The model, to say what its architecture has no part for.
     """
+    if name in _PARTS and model is not None and not _PARTS[name][1](model.cfg):
+        part = _PARTS[name][0]
+        return _Elsewhere(f"{owner} has no {name!r}: this {type(model.module).__name__} has no {part}")
     if owner == "HookedModel" and name in _ELSEWHERE:
         return _Elsewhere(f"HookedModel has no {name!r}: {_ELSEWHERE[name]}")
     if name in (_WEIGHTS if owner == "HookedModel" else _CACHE_WEIGHTS):
@@ -63,7 +80,8 @@ class LensMethods(ModelInputs):
     """The part of a HookedModel that is there for code written for TransformerLens."""
 
     def __getattr__(self, name: str) -> Any:
-        raise explained("HookedModel", name)
+        # Not while the model is being made: without its adapter there is no cfg to ask.
+        raise explained("HookedModel", name, self if "adapter" in self.__dict__ else None)
 
     def add_perma_hook(self, name: NamesFilter | HookPoint, hook: HookFn, dir: Direction = "fwd") -> None:
         """``add_hook`` with ``is_permanent=True``.

@@ -159,8 +159,10 @@ class PointNames:
             if not found and not aliased:
                 found = self._raw_matches(names)
             if not found and not aliased:
+                reason = self.adapter.absent(names.replace("*", "0"))
                 raise UnknownHookError(
-                    f"pattern {names!r} fits no hook point. All names: model.hook_points()"
+                    f"pattern {names!r} fits no hook point{f' ({reason})' if reason else ''}. "
+                    "All names: model.hook_points()"
                 )
             return [self.point(n) for n in dict.fromkeys([*found, *aliased])], False
         if callable(names):

@@ -335,6 +335,8 @@ def _check_call(pairs: Any, mode: str) -> None:
             f"patching needs PatchPairs, got a {type(pairs).__name__}. Make them with task.pairs(), or "
             "probelens.PatchPairs(clean, corrupted, edit_pos, read_pos, answers)."
         )
+    if not len(pairs):
+        raise InputError("there is no pair to patch: clean and corrupted have no example")
 
 
 def _marks(pairs: Any) -> dict[str, int]:

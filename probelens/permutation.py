@@ -225,6 +225,8 @@ def _differences(differences: ArrayLike | Tensor) -> tuple[Array, tuple[int, ...
 
 
 def _flips(n: int, n_permutations: int, seed: int) -> tuple[Array, bool]:
+    if n_permutations < 1:
+        raise InputError(f"n_permutations must be at least 1, got {n_permutations}; 10,000 is usual")
     if n < 60 and 2**n <= n_permutations:
         bits = (np.arange(2**n)[:, None] >> np.arange(n)) & 1
         return np.where(bits == 1, -1.0, 1.0), True

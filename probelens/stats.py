@@ -239,6 +239,8 @@ def contrast(
         raise InputError(f"level must be between 0 and 1, got {level}")
     if n_draws < 2:
         raise InputError(f"n_draws must be at least 2, got {n_draws}; 2000 is usual")
+    if not len(groups):
+        raise InputError("contrast() needs at least one group of values")
     if len(groups) != len(weights) or (seeds is not None and len(seeds) != len(groups)):
         raise ShapeError(f"{len(groups)} groups need as many weights (and seeds), got {len(weights)}")
     if scale not in ("linear", "logit"):
@@ -397,10 +399,15 @@ def coverage(
         ``coverage`` of ``hierarchical_bootstrap``; ``percentile``, that of plain percentiles of the
         same nested draws; ``width``, the mean width; ``error``, the standard error of ``coverage``.
 
+    Raises:
+        InputError: No data sets.
+
     Examples:
         >>> sorted(coverage(n_datasets=20))
         ['coverage', 'error', 'percentile', 'width']
     """
+    if n_datasets < 1:
+        raise InputError(f"n_datasets must be at least 1, got {n_datasets}")
     rng = np.random.default_rng(seed)
     truth, odds = 0.0, 0.0
     if accuracy is not None:

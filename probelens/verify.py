@@ -188,7 +188,14 @@ def _two_inputs(model: HookedModel, inputs: Any, seed: int) -> tuple[Any, Any]:
     ):
         inputs = model.to_tokens(inputs)
     if not isinstance(inputs, Tensor):
-        inputs = torch.as_tensor(inputs)
+        try:
+            inputs = torch.as_tensor(inputs)
+        except (TypeError, ValueError, RuntimeError) as err:
+            raise InputError(
+                f"verify() needs tokens, features, or text and a tokenizer, got {inputs!r}"
+            ) from err
+    if not inputs.numel():
+        raise InputError("verify() needs inputs that aren't empty; without any it makes its own")
     if inputs.is_floating_point():
         return inputs, torch.randn(inputs.shape, generator=generator).to(inputs)
     inputs = inputs[None] if inputs.ndim == 1 else inputs

@@ -393,8 +393,8 @@ def test_edits_change_what_they_should_and_nothing_in_place(
         if dtype != torch.float64 else x + 2 * value,
     }  # fmt: skip
     for edit, wanted in calls.items():
-        if not all(-length <= p < length for p in places):
-            with pytest.raises(pl.InputError, match="allowed are"):
+        if not places or not all(-length <= p < length for p in places):
+            with pytest.raises(pl.InputError, match="allowed are" if places else "names no position"):
                 edit(x)
             continue
         out = edit(x)
