@@ -16,6 +16,8 @@ from probelens.benchmarks.harness import OURS, Case, Work
 
 SKLEARN = "scikit-learn"
 CLASSES = (11, 3, 256)
+GAP = 1e-3  # of the objective: where both stop
+TOLERANCES = (1e-4, 1e-5, 1e-6, 1e-7)
 CS = tuple(10.0**k for k in range(-4, 4))
 
 
@@ -29,15 +31,18 @@ def probes(size: str, device: str) -> Work:
         "medium": (6000, 384, 1, (11, 3, 64), CS),
         "full": (20000, 768, 12, CLASSES, CS),
     }[size]
-    held = rows // 4
+    held = rows
     data = [shapes.spectrum(rows + held, width, seed) for seed in range(layers)]
     labels = [[shapes.readable(x, k, 0.5, seed=k) for k in classes] for x in data]
+    # scikit-learn fits the first layer; its tolerance for each fit is found on the run that is compared.
+    jobs = [(data[0], y, C) for y in labels[0] for C in Cs]
+    tolerances: list[float] = []
 
     def ours() -> list[Any]:
         found = []
         for x, ys in zip(data, labels):
             paths = fit_path(
-                x[:rows].to(device), [y[:rows].to(device) for y in ys], Cs, n_classes=classes, tol=1e-3
+                x[:rows].to(device), [y[:rows].to(device) for y in ys], Cs, n_classes=classes, tol=GAP
             )
             for path, y in zip(paths, ys):
                 right = [
@@ -47,39 +52,62 @@ def probes(size: str, device: str) -> Work:
                 found += [(fit.coef.cpu(), fit.intercept.cpu(), r) for fit, r in zip(path, right)]
         return found
 
+    def refit(x: Tensor, y: Tensor, C: float, tol: float) -> tuple[Tensor, Tensor, float]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fit = LogisticRegression(C=C, max_iter=5000, tol=tol).fit(x[:rows].numpy(), y[:rows].numpy())
+        right = float(fit.score(x[rows:].numpy(), y[rows:].numpy()))
+        return torch.as_tensor(fit.coef_), torch.as_tensor(fit.intercept_), right
+
+    def least(x: Tensor, y: Tensor, C: float, k: int) -> float:
+        ((fit,),) = fit_path(x[:rows], y[:rows], C, n_classes=k, tol=1e-8)
+        return objective(x[:rows], y[:rows], C, fit.coef, fit.intercept)
+
     def loop() -> list[Any]:
-        found = []
-        for x, ys in zip(data, labels):
-            for y in ys:
-                for C in Cs:
-                    with warnings.catch_warnings():
-                        warnings.simplefilter("ignore")
-                        fit = LogisticRegression(C=C, max_iter=2000, tol=1e-4).fit(
-                            x[:rows].numpy(), y[:rows].numpy()
-                        )
-                    right = float(fit.score(x[rows:].numpy(), y[rows:].numpy()))
-                    found.append((torch.as_tensor(fit.coef_), torch.as_tensor(fit.intercept_), right))
-        return found
+        if not tolerances:
+            for (x, y, C), low in zip(jobs, minima):
+                for tol in TOLERANCES:
+                    if gap(x, y, C, refit(x, y, C, tol), low) <= GAP:
+                        break
+                tolerances.append(tol)
+        return [refit(*job, tol) for job, tol in zip(jobs, tolerances)]
+
+    def gap(x: Tensor, y: Tensor, C: float, found: tuple[Tensor, Tensor, float], low: float) -> float:
+        return objective(x[:rows], y[:rows], C, *found[:2]) / low - 1
+
+    minima = [least(*job, k) for job, k in zip(jobs, [k for k in classes for _ in Cs])]
 
     def compare(results: dict[str, Any]) -> dict[str, float]:
-        jobs = [(x, y, C) for x, ys in zip(data, labels) for y in ys for C in Cs]
-        gap, points = [], []
-        for (x, y, C), mine, theirs in zip(jobs, results[OURS], results[SKLEARN]):
-            a, b = (objective(x[:rows], y[:rows], C, *r[:2]) for r in (mine, theirs))
-            gap.append((a - b) / b)
-            points.append(100 * abs(mine[2] - theirs[2]))
+        both = list(zip(results[OURS], results[SKLEARN]))
+        points = [100 * abs(mine[2] - theirs[2]) for mine, theirs in both]
         return {
-            "objective above scikit-learn's, relative": max(gap),
+            "objective above its minimum, relative": max(
+                gap(*job, mine, low) for job, low, (mine, _) in zip(jobs, minima, both)
+            ),
+            "scikit-learn's above it": max(
+                gap(*job, theirs, low) for job, low, (_, theirs) in zip(jobs, minima, both)
+            ),
             "accuracy, points (largest)": max(points),
             "accuracy, points (mean)": float(np.mean(points)),
         }
 
+    def describe(results: dict[str, Any]) -> dict[str, float | str]:
+        counts = ", ".join(f"{tol:g} for {n}" for tol in TOLERANCES if (n := tolerances.count(tol)))
+        return {
+            f"scikit-learn's tol, the loosest that comes within {GAP:g} of the minimum": f"{counts} of its fits"
+        }
+
+    note = f"{layers} layers × {len(classes)} label sets {classes} × {len(Cs)} C, {rows} × {width}, both within {GAP:g} of the minimum"
+    if layers > 1:
+        note += f"; scikit-learn fits 1 of the {layers} layers, scaled up"
     return Work(
         {OURS: ours, SKLEARN: loop},
         compare,
-        {"objective above scikit-learn's, relative": 1e-3, "accuracy, points (mean)": max(0.2, 101 / held)},
-        note=f"{layers} layers × {len(classes)} label sets {classes} × {len(Cs)} C, {rows} × {width}",
-    )
+        {"objective above its minimum, relative": GAP, "scikit-learn's above it": GAP, "accuracy, points (mean)": max(0.2, 101 / held)},
+        {SKLEARN: 1 / layers},
+        note,
+        describe=describe,
+    )  # fmt: skip
 
 
 def objective(x: Tensor, y: Tensor, C: float, coef: Tensor, intercept: Tensor) -> float:
@@ -107,7 +135,7 @@ def inlp(size: str, device: str) -> Work:
         parts = vars(split_by_group(torch.arange(rows), seed=0))
         scaler = StandardScaler().fit(x[parts["train"]].numpy())
         train, test = (scaler.transform(x[parts[p]].numpy()) for p in ("train", "test"))
-        basis = np.zeros((0, width))
+        basis = np.zeros((0, width), dtype=train.dtype)
         scores = []
         for _ in range(rank + 1):
             a, b = (part - part @ basis.T @ basis for part in (train, test))
@@ -131,7 +159,7 @@ def inlp(size: str, device: str) -> Work:
     return Work(
         {OURS: ours, SKLEARN: refits},
         compare,
-        {"accuracy of the first probe": 0.01, "accuracy after the last common step": 0.03, "steps fewer than scikit-learn's": 0},
+        {"accuracy of the first probe": 0.01, "accuracy after the last common step": 0.01, "steps fewer than scikit-learn's": 0},
         note=f"{rank} directions, {rows} × {width}, both at C = 1",
     )  # fmt: skip
 

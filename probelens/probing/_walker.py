@@ -351,14 +351,14 @@ class Walker:
         parts = [p.to(self.dtype) for p in (inverse, classes, 1 / (C * share))]
         return _Precondition(self.shared, self.vectors, parts[0], parts[1], parts[2], inner)
 
-    def _constraint(self, scale: Tensor) -> tuple[Tensor, Tensor] | None:
-        """What keeps the inverse exact where directions were removed: Q, and (Q M⁻¹ Qᵀ)⁻¹ for each M."""
+    def _constraint(self, scale: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """What keeps the inverse exact where directions were removed: Q, QV, and (Q M⁻¹ Qᵀ)⁻¹ for each M."""
         removed, seen = self.shared.removed, self.seen
         if removed is None or seen is None or len(removed) ** 2 * len(scale) > _LARGEST:
             return None
         within = (seen * scale[:, None]) @ seen.T
         within += torch.eye(len(removed), dtype=within.dtype, device=within.device)
-        return removed.to(self.dtype), _linalg.inverse(within).to(self.dtype)
+        return removed.to(self.dtype), seen.to(self.dtype), _linalg.inverse(within).to(self.dtype)
 
     def _fit(self, C: float, end: _End, n_iter: int) -> LogisticFit:
         w, b = end.point.w.double(), end.point.b.double()
@@ -394,31 +394,40 @@ class _Precondition:
     inverse: Tensor
     classes: Tensor
     intercept: Tensor
-    constraint: tuple[Tensor, Tensor] | None
+    constraint: tuple[Tensor, Tensor, Tensor] | None
 
     def __call__(self, gw: Tensor, gb: Tensor) -> tuple[Tensor, Tensor]:
         w, b = gw.to(self.vectors.dtype), gb.to(self.vectors.dtype)
         if len(b) > 1:
             # One constant added to all intercepts changes nothing: no curvature there to divide by.
             b = b - b.mean()
-        w = self._inverse(self.classes.T @ w)
-        if self.constraint is not None:
-            removed, inner = self.constraint
-            pull = torch.einsum("kij,kj->ki", inner, w @ removed.T)
-            w = w - self._inverse(pull @ removed)
-        w = self.classes @ w
+        w = self.classes @ self._inverse(self.classes.T @ w)
         b = self.classes @ (self.intercept * (self.classes.T @ b))
         return self.shared.restrict(w.to(gw.dtype)), b.to(gb.dtype)
 
     def _inverse(self, w: Tensor) -> Tensor:
         inside = w @ self.vectors
+        if self.constraint is not None:
+            # What the inverse would give along removed directions is taken out before it is applied.
+            removed, seen, inner = self.constraint
+            along = (self.inverse * inside) @ seen.T
+            if not self._spanned:
+                along = along + self._rest(w, inside) @ removed.T
+            pull = torch.einsum("kij,kj->ki", inner, along)
+            w, inside = w - pull @ removed, inside - pull @ seen
         out = (self.inverse * inside) @ self.vectors.T
-        if self.vectors.shape[0] == self.vectors.shape[1]:
-            return out
-        # Outside the span of the features only the penalty curves. Twice, since one subtraction leaves rounding
-        # errors that are large beside the smallest eigenvalues of the inverse.
+        return out if self._spanned else out + self._rest(w, inside)
+
+    @property
+    def _spanned(self) -> bool:
+        return self.vectors.shape[0] == self.vectors.shape[1]
+
+    def _rest(self, w: Tensor, inside: Tensor) -> Tensor:
+        """What lies outside the span of the features, where only the penalty curves."""
+        # Twice, since one subtraction leaves rounding errors that are large beside the smallest eigenvalues of
+        # the inverse.
         rest = w - inside @ self.vectors.T
-        return out + rest - (rest @ self.vectors) @ self.vectors.T
+        return rest - (rest @ self.vectors) @ self.vectors.T
 
 
 def _direction(
