@@ -227,6 +227,8 @@ def link_problem(link: Found) -> str:
         return address_problem(target)
     if link.page.endswith((".ipynb", ".py")):
         return f"{target} leads nowhere from a notebook or docstring: give the full address"
+    if link.kind == "image":
+        target = re.sub("#only-(light|dark)$", "", target)  # mkdocs-material: for pages of that colour
     path, _, anchor = target.partition("#")
     file = (ROOT / link.page).parent / path if path else ROOT / link.page
     if not file.exists():
@@ -280,6 +282,8 @@ def test_every_link_leads_somewhere() -> None:
         ("docs/faq.md", "link", "#none", "no heading"),
         ("docs/faq.md", "image", "|figures/five-ways/unused.svg", "no text"),
         ("docs/faq.md", "image", "A probe|figures/five-ways/none.svg", "no file"),
+        ("docs/faq.md", "image", "A probe|figures/five-ways/none.svg#only-dark", "no file"),
+        ("docs/faq.md", "image", "A probe|figures/five-ways/unused.svg#dark", "no heading"),
         ("docs/api/index.md", "name", "probelens.loading.lode", "no public name"),
         ("docs/quickstart.ipynb", "link", "concepts.md", "notebook"),
         ("docs/faq.md", "link", "http://github.com/pytorch/pytorch", "https"),
