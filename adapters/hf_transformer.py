@@ -179,10 +179,15 @@ class HFTransformer(HFAdapter):
                 f"so its inside is out of reach; use hook_attn_out or '{join(self.blocks[int(layer)], parts.attention)}.hook_in'"
             )
         if tail.startswith("mixer.") or last == "hook_mixer_out":
+            if parts.mixer is None:
+                return f"block {layer} (a {kind}) has attention, not a mixer; use hook_attn_out"
+            inside = f"blocks.{layer}.mixer."
+            if any(p.kind == "interior" and p.name.startswith(inside) for p in self.all_points):
+                return None
+            mixer = self.module.get_submodule(join(self.blocks[int(layer)], parts.mixer))
             return (
-                f"block {layer} (a {kind}) has attention, not a mixer; use hook_attn_out"
-                if parts.mixer is None
-                else None
+                f"the mixer of block {layer} (a {type(mixer).__name__}) has no reference forward here, so its "
+                "inside is out of reach; use hook_mixer_out"
             )
         if tail.startswith("mlp.") or last in ("hook_mlp_out", "hook_resid_mid"):
             return f"block {layer} (a {kind}) has no MLP of its own" if parts.mlp is None else None

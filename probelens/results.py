@@ -116,7 +116,7 @@ class Result:
         # Without super() and globals: cloudpickle, which takes edits to other machines, makes subclasses
         # before the functions of this class have theirs.
         if "__repr__" not in cls.__dict__:
-            cls.__repr__ = cls.__mro__[1].__repr__  # type: ignore[method-assign]
+            cls.__repr__ = cls.__mro__[1].__repr__  # type: ignore[assignment,method-assign]
 
     def __repr__(self) -> str:
         parts = [f"{f.name}={_short(getattr(self, f.name))}" for f in dataclasses.fields(self)]  # type: ignore[arg-type]

@@ -61,6 +61,37 @@ def test_the_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "patch.safetensors").is_file()
 
 
+@pytest.mark.slow
+def test_the_example_of_the_home_page_runs_and_fits_on_it() -> None:
+    shown = python_blocks("docs/index.md").strip().splitlines()
+    assert 8 <= len(shown) <= 14
+    with torch.random.fork_rng():
+        names = run_page("docs/index.md")
+    assert max(names["readable"].accuracy(site) for site in names["acts"]) > 0.95  # type: ignore[attr-defined]
+    assert len(names["needed"].targets()) == 3  # type: ignore[attr-defined]
+    assert names["sufficient"].recovery()[-1, -1] == pytest.approx(1, abs=1e-5)  # type: ignore[attr-defined]
+
+
+def test_the_figure_of_the_home_page_shows_the_kept_numbers_and_its_text_says_them() -> None:
+    import home_figure
+    import pandas as pd
+
+    for name, drawn in home_figure.figures().items():
+        kept = (home_figure.FIGURES / name).read_text(encoding="utf-8")
+        assert kept == drawn, "python tests/home_figure.py"
+        assert f"figures/home/{name}" in (ROOT / "docs/index.md").read_text()
+    rows = pd.read_csv(home_figure.NUMBERS).set_index(["model", "panel", "layer"]).sort_index()
+    inner = rows.loc[("LSTM", "Readable", slice(0, 2)), "value"]
+    assert (round(inner.min(), 2), round(inner.max(), 2)) == (0.84, 0.86)
+    assert rows.loc[("LSTM", "Needed", slice(0, 2)), "value"].abs().max() < 0.01
+    drop = rows.loc[("Transformer", "Needed", slice(1, 2))]
+    assert drop["value"].min() > 0.7
+    assert (drop["control"] / drop["value"]).min() > 0.7
+    # The control: other numbers are another figure.
+    moved = rows.reset_index().assign(value=lambda t: t["value"] / 2)
+    assert home_figure.svg(moved, "light", 3) != home_figure.figures()["wide-light.svg"]
+
+
 def test_the_questions_page_runs() -> None:
     run_page("docs/faq.md")
 

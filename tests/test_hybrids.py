@@ -101,6 +101,8 @@ def test_the_shared_block_of_zamba2_acts_on_the_mixers_input_alone() -> None:
         ("opt-norm-after", "blocks.0.hook_resid_mid", "norm every sum"),
         ("zamba2", "blocks.0.hook_mlp_out", "no MLP of its own"),
         ("rwkv", "blocks.0.hook_attn_out", "has no attention"),
+        ("rwkv", "blocks.0.mixer.hook_ssm_state", "RwkvSelfAttention.*out of reach; use hook_mixer_out"),
+        ("falcon-h1", "blocks.0.mixer.hook_conv", "FalconH1Mixer.*out of reach"),
     ],
 )
 def test_a_point_that_a_block_lacks_says_why(name: str, point: str, reason: str) -> None:
