@@ -207,8 +207,12 @@ def _links(text: str, page: str, start: int = 1) -> Iterator[Found]:
         yield Found(page, text.count("\n", 0, m.start()) + start, m[1], "link")
     for m in re.finditer(r"(?<!!)\[[^][]+\]\[([A-Za-z_]\w*(?:\.\w+)+)\]", text):
         yield Found(page, text.count("\n", 0, m.start()) + start, m[1], "name")
-    for m in re.finditer(r"<(?:a|img)\b[^>]*\b(?:href|src)=[\"']([^\"']+)", text):
-        yield Found(page, text.count("\n", 0, m.start()) + start, m[1], "link")
+    for m in re.finditer(r"<(a|img|source)\b[^>]*>", text):
+        said = dict(re.findall(r"""\b(href|src|srcset|alt)=["']([^"']*)["']""", m[0]))
+        target = said.get("href") or said.get("src") or said.get("srcset", "")
+        kind, shown = ("image", f"{said.get('alt', '')}|{target}") if m[1] == "img" else ("link", target)
+        if target:
+            yield Found(page, text.count("\n", 0, m.start()) + start, shown, kind)
 
 
 def notebooks() -> list[Path]:

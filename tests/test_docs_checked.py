@@ -297,11 +297,13 @@ def test_a_link_that_leads_nowhere_is_noticed(page: str, kind: str, text: str, s
 
 def test_links_images_and_names_are_told_apart() -> None:
     text = (
-        "![alt](a.svg) [b](b.md 'title') [![x](c.svg)](d.md) [`e`][probelens.f] `[no](no.md)` <https://g.org>"
+        "![alt](a.svg) [b](b.md 'title') [![x](c.svg)](d.md) [`e`][probelens.f] `[no](no.md)` <https://g.org>\n"
+        '<a href="h.md">i</a> <img alt="j" src="k.svg"> <img src="l.svg"> <source srcset="m.svg">'
     )
     found = {(f.kind, f.text) for f in inventory._links(text, "page.md")}
     assert found == {
-        ("image", "alt|a.svg"), ("image", "x|c.svg"), ("link", "b.md"), ("link", "d.md"), ("name", "probelens.f"),
+        ("image", "alt|a.svg"), ("image", "x|c.svg"), ("image", "j|k.svg"), ("image", "|l.svg"),
+        ("link", "b.md"), ("link", "d.md"), ("link", "h.md"), ("link", "m.svg"), ("name", "probelens.f"),
     }  # fmt: skip
 
 
