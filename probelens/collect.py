@@ -225,8 +225,19 @@ def _inputs(
             raise ShapeError(
                 f"attention_mask has shape {tuple(attention.shape)}, the tokens {tuple(tokens.shape[:2])}: they must agree"
             )
-        return tokens, attention.bool().cpu(), attention
+        return tokens, attention.bool().cpu(), attention if _masks(model, attention) else None
     return tokens, None, None
+
+
+def _masks(model: HookedModel, attention: Tensor) -> bool:
+    """Whether the model has to be told of the padding.
+
+    A forward that takes no mask needs none where padding comes after everything that is read; where it doesn't, the
+    mask is passed on, and refused with the reason.
+    """
+    if model.adapter.accepts("attention_mask") or padding_mask(attention.bool()) is not None:
+        return True
+    return any(getattr(module, "bidirectional", False) for module in model.module.modules())
 
 
 def _columns(batch: Any) -> Mapping[str, Any] | None:

@@ -95,6 +95,33 @@ def test_dataset_rows_mappings_and_lists(model: pl.HookedModel) -> None:
             pl.collect(model, bad, "resid_post")
 
 
+class Tagger(torch.nn.Module):
+    """A recurrent model of a user's own: its forward takes tokens and nothing else."""
+
+    def __init__(self, bidirectional: bool) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(20, 8)
+        self.rnn = torch.nn.GRU(8, 8, batch_first=True, bidirectional=bidirectional)
+        self.head = torch.nn.Linear(16 if bidirectional else 8, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.rnn(self.embed(tokens))[0])
+
+
+def test_a_model_that_takes_no_mask_is_read_where_padding_cannot_reach() -> None:
+    key = "blocks.0.hook_resid_post"
+    model = pl.wrap(Tagger(bidirectional=False))
+    found = pl.collect(model, {"input_ids": [[1, 2, 3], [4]], "attention_mask": [[1, 1, 1], [1]]}, key)
+    assert found.mask.tolist() == [[True] * 3, [True, False, False]]
+    alone = pl.collect(model, torch.tensor([[4]]), key)
+    assert torch.allclose(found[key][1, :1], alone[key][0], atol=1e-6)
+    left = {"input_ids": [[1, 2, 3], [0, 0, 4]], "attention_mask": [[1, 1, 1], [0, 0, 1]]}
+    both_ways = pl.wrap(Tagger(bidirectional=True))
+    for asked, inputs in ((model, left), (both_ways, {"input_ids": [[1, 2, 3], [4]]})):
+        with pytest.raises(pl.InputError, match="takes no attention_mask"):
+            pl.collect(asked, inputs, key)
+
+
 def test_training_mode_and_gradients_come_back(model: pl.HookedModel) -> None:
     raw = zoo.build("gpt2").train()
     raw.transformer.drop.p = 0.5
