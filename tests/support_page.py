@@ -22,6 +22,10 @@ from probelens.model import HookedModel
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
 
 INTRO = """\
+---
+hide: [toc]
+---
+
 # What works where
 
 <!-- Written by tests/support_page.py, which calls every method on tiny models. Change the notes there, then run it. -->
