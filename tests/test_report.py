@@ -203,6 +203,14 @@ def test_nothing_on_the_page_points_to_the_network(page: Page) -> None:
     assert "@import" not in style
 
 
+def test_the_page_carries_the_licence_of_the_plotly_js_that_it_includes() -> None:
+    source = render_report(**sample())
+    notice, script = source.split("<script>")[:2]
+    assert "Permission is hereby granted, free of charge" in notice
+    assert "WITHOUT WARRANTY OF ANY KIND" in notice
+    assert re.search(r"plotly\.js v\d.*Copyright [\d-]+, Plotly, Inc\..*MIT license", script[:400], re.S)
+
+
 def test_only_the_two_scripts_of_the_page_may_run(page: Page) -> None:
     (policy,) = [a["content"] for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy"]
     assert policy
