@@ -329,7 +329,7 @@ def refit(x, y, groups, seed=1):
     from sklearn.linear_model import LogisticRegression
     from sklearn.preprocessing import StandardScaler
 
-    x = StandardScaler().fit_transform(x)
+    x, y = StandardScaler().fit_transform(x), y.numpy()
     test = (groups % 4 == seed).numpy()
     return LogisticRegression(max_iter=500).fit(x[~test], y[~test]).score(x[test], y[test])
 

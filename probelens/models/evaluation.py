@@ -182,7 +182,7 @@ def label_slices(task: Task, label: str | Sequence[str] | None) -> dict[str, sli
 def derive_seed(seed: int, stream: str, index: int) -> int:
     """A seed for one draw: different streams and indices never share sequences."""
     words = [seed, sum(ord(c) << (8 * i) for i, c in enumerate(stream[:8])), index]
-    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> 1)
+    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]) >> 1
 
 
 def unwrap(model: Any, backend: Backend) -> tuple[nn.Module, Callable[[], AbstractContextManager[Any]]]:

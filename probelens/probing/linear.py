@@ -152,9 +152,12 @@ class LinearProbe(ClassifierMixin, _Linear):
                 "a probe needs at least two classes"
             )
         if self.class_weight is not None:
-            per_class = compute_class_weight(
-                self.class_weight, classes=self.classes_, y=y, sample_weight=weight
-            )
+            if isinstance(self.class_weight, str) and self.class_weight == "balanced":
+                # Before version 1.7 scikit-learn's own leaves sample weights out of it.
+                counts = np.bincount(ids.reshape(-1), weights=weight, minlength=len(self.classes_))
+                per_class = counts.sum() / (len(counts) * np.where(counts > 0, counts, np.inf))
+            else:
+                per_class = compute_class_weight(self.class_weight, classes=self.classes_, y=y)
             weight = per_class[ids] if weight is None else weight * per_class[ids]
         shared = Factorised.of(x, weight, fit_intercept=self.fit_intercept, standardize=self.standardize)
         labels = torch.as_tensor(ids.reshape(-1), device=x.device)
