@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from probelens import _pages
 from probelens._tap import run_between
 from probelens.errors import InputError, ShapeError
 
@@ -259,7 +260,7 @@ class _FusedScan(torch.autograd.Function):
         block, chunk, span = _plan(batch, length, d_state * channels, u.device.type)
         y = u.new_empty(u.shape)
         last = u.new_empty(batch, d_state, channels)
-        states = u.new_empty((length, batch, d_state, channels) if keep else 0)
+        states = _pages.empty(u, (length, batch, d_state, channels)) if keep else u.new_empty(0)
         saving = any(ctx.needs_input_grad)
         saved = u.new_empty((-(-length // span), batch, d_state, channels) if saving else 0)
         shape = (chunk, min(block, batch), d_state, channels)

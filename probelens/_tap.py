@@ -11,7 +11,7 @@ from torch import Tensor
 
 from probelens.errors import InputError
 
-__all__ = ["KernelPoint", "NullTap", "Tap", "offer", "run_between", "segments", "steps_to_offer"]
+__all__ = ["KernelPoint", "NullTap", "Tap", "give", "offer", "run_between", "segments", "steps_to_offer"]
 
 
 @dataclass(frozen=True)
@@ -194,6 +194,12 @@ def steps_to_offer(tap: Tap, names: Iterable[str], length: int, offset: int = 0)
 def offer(tap: Tap, name: str, tensor: Tensor) -> Tensor:
     """Call the tap with a tensor that an in-place hook may write to without harm to autograd."""
     return tap(name, tensor.clone() if tap.edits(name) else tensor)
+
+
+def give(tap: Tap, name: str, trajectory: Tensor, length: int) -> None:
+    """Offer a whole trajectory that the kernel doesn't use again: a tap with ``give`` may keep it as it is."""
+    hand_over: Callable[[str, Tensor, int | None, int | None], Tensor] = getattr(tap, "give", tap)
+    hand_over(name, trajectory, None, length)
 
 
 def run_between(

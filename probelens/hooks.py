@@ -141,7 +141,7 @@ def _checked(new: Any, old: Tensor, hook: HookPoint) -> Tensor:
 class Entry:
     """One hook function listening at one point, with its count of firings."""
 
-    __slots__ = ("active", "attached", "dir", "fired", "fn", "permanent", "point", "reads", "thread")
+    __slots__ = ("active", "attached", "dir", "fired", "fn", "keep", "permanent", "point", "reads", "thread")
 
     def __init__(
         self,
@@ -152,6 +152,7 @@ class Entry:
         everywhere: bool = False,
         permanent: bool = False,
         reads: bool = False,
+        keep: HookFn | None = None,
     ) -> None:
         self.point = point
         self.fn = fn
@@ -162,16 +163,19 @@ class Entry:
         self.permanent = permanent
         # A reader returns nothing, so a whole state trajectory can be handed to it in one piece.
         self.reads = reads
+        # Called in place of ``fn`` with a tensor that nobody else uses from now on.
+        self.keep = keep
         self.thread = None if everywhere else threading.get_ident()
 
     def here(self) -> bool:
         return self.thread is None or self.thread == threading.get_ident()
 
-    def forward(self, tensor: Tensor, hook: HookPoint) -> Tensor:
+    def forward(self, tensor: Tensor, hook: HookPoint, spare: bool = False) -> Tensor:
         if self.dir == "bwd":
             return self._listen_to_gradient(tensor, hook)
         self.fired += 1
-        new = self.fn(tensor, hook=hook)
+        fn = self.fn if self.keep is None or not spare else self.keep
+        new = fn(tensor, hook=hook)
         return tensor if new is None else _checked(new, tensor, hook)
 
     def _listen_to_gradient(self, tensor: Tensor, hook: HookPoint) -> Tensor:
@@ -226,6 +230,23 @@ class Tap:
         if full is None or full not in self._board.entries:
             return tensor
         return self._board.fire(full, tensor, pos, length)
+
+    def give(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
+        """Offer a tensor that the forward doesn't use again: a recorder alone at the point keeps it as it is.
+
+        Args:
+            name: Short name of the point.
+            tensor: (batch, pos, ...)
+            pos: The step, at a state point.
+            length: How many steps there are.
+
+        Returns:
+            The tensor, or what the hooks made of it; of the same shape.
+        """
+        full = self._names.get(name)
+        if full is None or full not in self._board.entries:
+            return tensor
+        return self._board.fire(full, tensor, pos, length, spare=True)
 
     def wants(self, name: str) -> bool:
         """Whether anybody listens at the point, in this thread.
@@ -311,7 +332,14 @@ class Switchboard:
             return []
         return [e for e in self.entries.get(name, ()) if e.here()]
 
-    def fire(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
+    def fire(
+        self,
+        name: str,
+        tensor: Tensor,
+        pos: int | None = None,
+        length: int | None = None,
+        spare: bool = False,
+    ) -> Tensor:
         """Hand a tensor to every listener at a point, in the order in which they came.
 
         Args:
@@ -319,13 +347,15 @@ class Switchboard:
             tensor: The activation, in the point's axes. (batch, pos, ...), or (batch, ...) of one step
             pos: Which step it is, at a state point.
             length: How many steps there are.
+            spare: Whether the model doesn't use the tensor again.
 
         Returns:
             What the model goes on with, of the same shape.
         """
-        for entry in self.listeners(name):
+        listeners = self.listeners(name)
+        for entry in listeners:
             hook = entry.point if pos is None else entry.point.at(pos, length)
-            tensor = entry.forward(tensor, hook)
+            tensor = entry.forward(tensor, hook, spare and len(listeners) == 1)
         return tensor
 
     def add(self, entries: Iterable[Entry]) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from probelens._scan import ScanOutput, compute_dtype, scan_stopping, selective_scan
 from probelens._ssd import ssd_scan, ssd_stopping
-from probelens._tap import KernelPoint, NullTap, Tap, offer, segments, steps_to_offer
+from probelens._tap import KernelPoint, NullTap, Tap, give, offer, segments, steps_to_offer
 from probelens.errors import InputError, ShapeError
 
 __all__ = [
@@ -366,7 +366,7 @@ def _tapped_scan(
         out = stop(x, dt, A, B, C, D, state, on_state, steps, write, read_states=reads)
     if reads:
         assert out.states is not None
-        tap("hook_ssm_state", out.states, None, offset + length)
+        give(tap, "hook_ssm_state", out.states, offset + length)
     return out
 
 

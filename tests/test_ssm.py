@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from kernel_taps import Recorder, halve, same, zero
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from probelens import _scan, _ssd, ssm
+import probelens as pl
+from probelens import _pages, _scan, _ssd, _tap, ssm
 from probelens.errors import InputError, ProbelensError, ShapeError
+from probelens.recording import recorders
 from probelens.ssm import MAMBA2_POINTS, MAMBA_POINTS, MambaState, mamba2_mixer, mamba_mixer, mamba_step
 
 LENGTH = 11
@@ -557,3 +560,40 @@ class TestMambaSSMLayout:
             mamba_mixer(mixer, hidden[:, 0])
         with pytest.raises(ShapeError, match="one step takes"):
             mamba_step(mixer, hidden, None)
+
+
+def test_a_trajectory_is_kept_without_a_copy_only_where_nobody_else_has_it(monkeypatch):
+    model, x = pl.wrap(zoo.build("mamba")), zoo.tokens()
+    name = "blocks.0.mixer.hook_ssm_state"
+    given = []
+    monkeypatch.setattr(ssm, "give", lambda tap, *a: given.append(a[1].data_ptr()) or _tap.give(tap, *a))
+
+    def shared(**options):
+        return model.run_with_cache(x, name, return_type=None, **options)[1][name].data_ptr() == given[-1]
+
+    with torch.no_grad():
+        assert shared()
+        kept = model.run_with_cache(x, name)[1][name]
+        # The controls: a slice would hold the whole, and two recorders would share one memory.
+        assert not shared(pos_slice=slice(0, 1))
+        cache, also, _ = recorders([model.hook_dict[name]], False, None, None, None)
+        with model._board.listening(also):
+            assert not shared()
+        torch.testing.assert_close(cache[name], kept, rtol=0, atol=0)
+        assert cache[name].data_ptr() != given[-1]
+    assert not shared()  # backward may need it
+
+
+def test_memory_in_huge_pages_is_ordinary_memory(monkeypatch):
+    monkeypatch.setattr(_pages, "_SMALLEST", 1)
+    like = torch.zeros(1, dtype=torch.float64)
+    made = _pages.empty(like, (3, 5))
+    made.copy_(torch.arange(15.0).view(3, 5))
+    part = made[1:].clone()
+    del made
+    assert part.tolist() == [[5.0, 6.0, 7.0, 8.0, 9.0], [10.0, 11.0, 12.0, 13.0, 14.0]]
+    model, x = pl.wrap(zoo.build("mamba")), zoo.tokens()
+    name = "blocks.0.mixer.hook_ssm_state"
+    found = model.run_with_cache(x, name)[1][name]
+    monkeypatch.setattr(_pages, "_SMALLEST", 1 << 40)
+    torch.testing.assert_close(found, model.run_with_cache(x, name)[1][name], rtol=0, atol=0)
