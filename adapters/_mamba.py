@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from probelens.adapter import Adapter, swapped_forward
@@ -36,6 +37,11 @@ def mixer_points(adapter: Adapter, prefix: str, path: str) -> list[HookPoint]:
         else:
             out.append(adapter.interior(full, path, axes=point.axes, step=point.step, note=point.note))
     return out
+
+
+def quick(adapter: Adapter, paths: list[str]) -> list[str]:
+    """Of these mixers, those that the reference forward runs faster: all on a CPU, where there are no kernels."""
+    return [path for path in paths if adapter.device_of(path) == torch.device("cpu")]
 
 
 def instrumented(mixer: nn.Module, tap: Tap) -> contextlib.AbstractContextManager[None]:

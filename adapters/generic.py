@@ -80,6 +80,13 @@ class GenericHF(HFTransformer):
             return _mamba.instrumented(module, tap)
         return super().instrument(path, tap)
 
+    def quick_paths(self) -> list[str]:
+        mixers = [
+            join(path, parts.mixer_out or "")
+            for path, parts in zip(self.blocks, self.block_parts, strict=True)
+        ]
+        return _mamba.quick(self, [path for path in mixers if _has_inside(self.module.get_submodule(path))])
+
     # -- models whose blocks see more than the residual ----------------------------------------------------
 
     def rereads(self, layer: int) -> bool:

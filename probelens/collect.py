@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from probelens._offload import stored
+from probelens._quick import quick
 from probelens.cache import Slice
 from probelens.errors import InputError, ShapeError, StoreError, UnknownHookError, nearest
 from probelens.model import HookedModel
@@ -142,7 +143,12 @@ def collect(
         else _Disk(Path(out), len(tokens), _key(model, tokens, names, kept, dtype))
     )
     chunks = torch.arange(len(tokens)).split(batch_size)
-    with torch.no_grad(), model.evaluating(), progress_bar(len(tokens), "sequences", progress) as bar:
+    with (
+        torch.no_grad(),
+        model.evaluating(),
+        quick(model, names),
+        progress_bar(len(tokens), "sequences", progress) as bar,
+    ):
         for rows in chunks:
             if int(rows[-1]) < store.done:
                 bar.update(len(rows))

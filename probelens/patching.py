@@ -15,6 +15,7 @@ from torch import Tensor
 
 from probelens._modes import differentiable
 from probelens._patch_parts import Metric, Mode, Pos, at_column, columns, first_order, read_metric, replace
+from probelens._quick import quick
 from probelens.collect import collect, padding_mask
 from probelens.errors import InputError, MetricError
 from probelens.model import HookedModel
@@ -404,7 +405,12 @@ def attribute(
             "attribute() needs a gradient, and this model was made under torch.inference_mode, so it can have none. "
             "Make it outside, or use patch()"
         )
-    with model.evaluating(), differentiable(), progress_bar(len(chunks), "backward passes", progress) as bar:
+    with (
+        model.evaluating(),
+        differentiable(),
+        quick(model, names),
+        progress_bar(len(chunks), "backward passes", progress) as bar,
+    ):
         for rows in chunks:
             found, value = first_order(
                 model, into[rows], None if mask is None else mask[rows], names, values, rows, read

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probelens._quick import quick
 from probelens._suffix import SuffixRuns
 from probelens.errors import InputError, ShapeError
 from probelens.hooks import HookFn, at
@@ -144,6 +145,7 @@ def sweep(
     with (
         torch.no_grad(),
         model.evaluating(),
+        quick(model, {edit.name for condition in conditions for edit in condition.edits}),
         progress_bar(len(chunks) * (len(conditions) + 1), describe, progress) as bar,
     ):
         for rows in chunks:

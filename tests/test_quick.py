@@ -1,0 +1,110 @@
+"""The primitives run the faster of two equal forwards, and only where they are sure to be equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import zoo
+from torch import Tensor
+
+import probelens as pl
+from probelens._quick import quick
+
+SITE = "blocks.1.hook_resid_post"
+
+
+def build(kind: str) -> pl.HookedModel:
+    return pl.wrap(zoo.build(kind) if kind in zoo.ZOO else zoo.more(kind))
+
+
+def native(kind: str) -> pl.HookedModel:
+    """The same model, kept from the faster forwards."""
+    model = build(kind)
+    model.adapter.quick_paths = list  # type: ignore[method-assign]
+    return model
+
+
+def instrumented(model: pl.HookedModel, run: Callable[[], object]) -> int:
+    """How many mixers ran the reference forward during a call, by what was swapped in."""
+    paths, own = [], model.adapter.instrument
+    model.adapter.instrument = lambda path, tap: paths.append(path) or own(path, tap)  # type: ignore[method-assign,func-returns-value]
+    run()
+    del model.adapter.instrument
+    return len(set(paths))
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2", "jamba"])
+def test_what_is_collected_and_swept_is_what_the_native_forward_gives(kind: str) -> None:
+    model, slow, x = build(kind), native(kind), zoo.tokens(3, 9)
+    n = len(model.adapter.quick_paths())
+    assert n > 0
+    pl.collect(model, x, SITE)  # the trial is over
+    assert instrumented(model, lambda: pl.collect(model, x, SITE)) == n
+    assert instrumented(slow, lambda: pl.collect(slow, x, SITE)) == 0
+    found, want = (pl.collect(m, x, "layers").tensors for m in (model, slow))
+    for name, tensor in want.items():
+        assert torch.allclose(found[name], tensor, rtol=1e-4, atol=1e-5 * float(tensor.abs().max())), name
+    pairs = pl.PatchPairs(
+        x, (x + 1) % zoo.VOCAB, torch.full((3,), 2), torch.full((3,), 8), torch.tensor([[1, 2]] * 3)
+    )
+    got, plain = (pl.patch(m, pairs, "resid_pre", pos=[2]).values for m in (model, slow))
+    assert torch.allclose(got, plain, atol=1e-4 * float(plain.abs().max()))
+    estimates = [pl.attribute(m, pairs, "resid_pre", pos=[2]).values for m in (model, slow)]
+    assert torch.allclose(*estimates, atol=1e-3 * float(plain.abs().max()))
+
+
+@pytest.mark.parametrize("kind", ["neox", "gpt2", "lstm"])
+def test_what_has_no_faster_forward_runs_its_own(kind: str) -> None:
+    model = pl.wrap(zoo.build(kind))
+    assert model.adapter.quick_paths() == []
+
+
+def test_a_point_on_a_module_inside_a_mixer_is_read_in_the_native_forward() -> None:
+    model, x = pl.wrap(zoo.build("mamba")), zoo.tokens()
+    pl.collect(model, x, SITE)
+    name = next(n for n, _ in model.module.named_modules() if n.endswith("mixer.in_proj")) + ".hook_out"
+    assert instrumented(model, lambda: pl.collect(model, x, [name])) == 0
+    assert instrumented(model, lambda: pl.collect(model, x, [SITE])) > 0
+
+
+def test_hooks_of_the_callers_own_keep_the_native_forward() -> None:
+    model, x = pl.wrap(zoo.build("mamba")), zoo.tokens()
+    pl.collect(model, x, SITE)
+    mixer = model.module.get_submodule(model.adapter.quick_paths()[0])
+    seen: list[int] = []
+    handle = mixer.in_proj.register_forward_hook(lambda *a: seen.append(1))
+    assert instrumented(model, lambda: pl.collect(model, x, SITE)) == 0
+    assert seen
+    handle.remove()
+    with model.hooks(fwd_hooks=[(SITE, lambda t, hook: None)]):
+        assert instrumented(model, lambda: pl.collect(model, x, SITE)) == 0
+    assert instrumented(model, lambda: pl.collect(model, x, SITE)) > 0
+
+
+def test_a_mixer_that_computes_something_else_runs_its_own_forward() -> None:
+    module = zoo.build("mamba")
+    model = pl.wrap(module)
+    mixer = module.get_submodule(model.adapter.quick_paths()[0])
+    own = type(mixer).forward
+    # Somebody's variant of the class: the reference forward knows nothing of it.
+    mixer.forward = lambda *a, **kw: 2 * own(mixer, *a, **kw)
+    x = zoo.tokens()
+    want: Tensor = model.run_with_cache(x, SITE)[1][SITE]
+    assert torch.equal(pl.collect(model, x, SITE)[SITE], want)
+    del mixer.forward
+    assert not torch.allclose(pl.collect(model, x, SITE)[SITE], want, rtol=1e-3)
+
+
+def test_half_precision_is_left_to_the_native_forward() -> None:
+    half, double = (pl.wrap(zoo.build("mamba").to(dtype)) for dtype in (torch.bfloat16, torch.float64))
+    assert instrumented(half, lambda: pl.collect(half, zoo.tokens(), SITE)) == 0
+    assert instrumented(double, lambda: pl.collect(double, zoo.tokens(), SITE)) > 0
+
+
+def test_the_native_forward_is_back_after_an_exception() -> None:
+    model = pl.wrap(zoo.build("mamba2"))
+    with pytest.raises(ZeroDivisionError), quick(model):
+        raise ZeroDivisionError
+    assert all("forward" not in m.__dict__ for m in model.module.modules())
