@@ -139,7 +139,7 @@ class Add(Edit):
 
     Args:
         pos: Where; see ``Edit``.
-        value: What is added: (d, ...), (pos, d, ...) or (batch, pos, d, ...).
+        value: What is added: (...), (pos, ...) or (batch, pos, ...).
         alpha: Factor.
     """
 
