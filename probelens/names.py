@@ -179,7 +179,9 @@ class PointNames:
         points: dict[str, HookPoint] = {}
         explicit = True
         for name in names:
-            some, named = self.match(name)
+            # Long lists of plain names are the common case, and a small model's run is short.
+            plain = self._points.get(name) if isinstance(name, str) else None
+            some, named = self.match(name) if plain is None else ([plain], True)
             points.update({p.name: p for p in some})
             explicit = explicit and named
         if not points:

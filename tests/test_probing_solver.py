@@ -294,3 +294,17 @@ def test_bad_input_is_named(change: dict[str, object], error: type[Exception], t
     fit_path(**good)  # type: ignore[arg-type]
     with pytest.raises(error, match=text):
         fit_path(**{**good, **change})  # type: ignore[arg-type]
+
+
+def test_what_features_remember_of_one_label_set_does_not_reach_another() -> None:
+    x, y = problem(300, 12, 2)
+    features, labels = torch.from_numpy(x), torch.from_numpy(y)
+    shared = Factorised.of(features)
+    other = labels.roll(7)
+    for each in (labels, other, labels):
+        ((again,),) = fit_path(shared, each, 1.0, tol=1e-10)
+        ((fresh,),) = fit_path(Factorised.of(features), each, 1.0, tol=1e-10)
+        torch.testing.assert_close(again.coef, fresh.coef, atol=1e-7, rtol=1e-5)
+    ((one,),) = fit_path(shared, other, 1.0)
+    ((two,),) = fit_path(shared, labels, 1.0)
+    assert float((one.coef - two.coef).abs().max()) > 0.1

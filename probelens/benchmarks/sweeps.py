@@ -111,7 +111,7 @@ def patch_mamba(size: str, device: str) -> Work:
 
 def ablation(size: str, device: str) -> Work:
     width, examples, length, controls = {
-        "quick": (128, 32, 32, 3), "medium": (512, 16, 64, 4), "full": (512, 64, 64, 20),
+        "quick": (128, 32, 32, 3), "medium": (512, 8, 64, 20), "full": (512, 64, 64, 20),
     }[size]  # fmt: skip
     layers, vocab, rank = 6, 256, 4
     module = shapes.neox(layers, width, vocab, 8).to(device)

@@ -157,7 +157,7 @@ class Walker:
         self.max_iter = max_iter
         self.stop = stop
         self.dtype = shared.x.dtype
-        self.vectors = shared.vectors.to(self.dtype)
+        self.vectors = shared.rotation()
         # Where directions were removed after the factorisation, the preconditioner must know of them.
         apart = shared.removed is not None and not shared.refactored
         self.seen = shared.removed @ shared.vectors if apart and shared.removed is not None else None
@@ -168,7 +168,7 @@ class Walker:
     def run(self) -> Generator[Request, Tensor, list[LogisticFit]]:
         """Ask for ("logits", weights) or ("gradient", residuals); be sent x @ weightsᵀ or residualsᵀ @ x."""
         guess = self._start()
-        point = yield from self._evaluate(guess)
+        point = yield from self._evaluate(guess, start=True)
         last: _Point | None = None
         before: _Point | None = None
         fits: list[LogisticFit] = []
@@ -234,9 +234,16 @@ class Walker:
         point = yield from self._evaluate(_Guess(w, b, z, *self.link.loss(z)))
         return (yield from self._minimise(C, point, precondition, self.tol, left))
 
-    def _evaluate(self, guess: _Guess) -> Generator[Request, Tensor, _Point]:
+    def _evaluate(self, guess: _Guess, start: bool = False) -> Generator[Request, Tensor, _Point]:
         residual = self.link.weighted(guess.r)
-        gw = self.shared.restrict((yield "gradient", residual))
+        # With no weights yet, nothing projected out matters: every INLP step begins with the same gradient.
+        what = f"gradient at {self.link.columns} columns without weights"
+        gw = self.shared.remembered(what, self.link.y) if start else None
+        if gw is None:
+            gw = yield "gradient", residual
+            if start:
+                self.shared.remember(what, self.link.y, gw)
+        gw = self.shared.restrict(gw)
         gb = residual.sum(0) if self.shared.fit_intercept else torch.zeros_like(guess.b)
         return _Point(guess.w, guess.b, guess.z, guess.loss, gw, gb)
 

@@ -68,6 +68,7 @@ class Factorised:
     _source: Tensor
     refactored: bool = False
     _exact: dict[str, Tensor] = field(default_factory=dict)
+    _memo: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @classmethod
     @exact
@@ -153,6 +154,33 @@ class Factorised:
             source = self._source.double()
             self._exact[key] = ((source - self.mean) / self.scale).to(dtype)
         return self._exact[key]
+
+    def rotation(self) -> Tensor:
+        """The eigenvectors in the dtype of the fit. (d, r)"""
+        held = self._memo.get("vectors")
+        if held is None or held[0] is not self.vectors:
+            held = self._memo["vectors"] = self.vectors, self.vectors.to(self.x.dtype)
+        return held[1]
+
+    def remembered(self, what: str, labels: Tensor) -> Tensor | None:
+        """What was computed from the features and these labels before any projection, if ``remember`` was told.
+
+        Args:
+            what: Name of it.
+            labels: Class ids. (n,)
+        """
+        held = self._memo.get(what)
+        return held[1] if held is not None and torch.equal(held[0], labels) else None
+
+    def remember(self, what: str, labels: Tensor, value: Tensor) -> None:
+        """Keep something for all factorisations that share these features.
+
+        Args:
+            what: Name of it; what stood under it goes.
+            labels: Class ids that it belongs to. (n,)
+            value: The tensor.
+        """
+        self._memo[what] = labels, value
 
     @exact
     def project_out(self, basis: Tensor, *, refactor: bool = False) -> Factorised:
