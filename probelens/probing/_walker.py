@@ -16,6 +16,7 @@ from torch import Tensor
 from probelens import _linalg
 from probelens._modes import exact
 from probelens.probing._links import Link
+from probelens.probing._precondition import Preconditioner
 from probelens.probing.factor import Factorised
 
 __all__ = ["LogisticFit", "Request", "Walker"]
@@ -226,7 +227,7 @@ class Walker:
         return _Guess(w, b, z, *self.link.loss(z))
 
     def _finish(
-        self, C: float, end: _End, precondition: _Precondition, left: int
+        self, C: float, end: _End, precondition: Preconditioner, left: int
     ) -> Generator[Request, Tensor, _End]:
         """Go on in float64 from where float32 ended."""
         w, b = end.point.w.double(), end.point.b.double()
@@ -248,7 +249,7 @@ class Walker:
         return _Point(guess.w, guess.b, guess.z, guess.loss, gw, gb)
 
     def _minimise(
-        self, C: float, at: _Point, precondition: _Precondition, tol: float, max_iter: int
+        self, C: float, at: _Point, precondition: Preconditioner, tol: float, max_iter: int
     ) -> Generator[Request, Tensor, _End]:
         """Preconditioned L-BFGS from a point until the estimated gap is within ``tol``."""
         history: list[Pair] = []
@@ -349,14 +350,14 @@ class Walker:
                 break
         return guess
 
-    def _preconditioner(self, C: float, r: Tensor) -> _Precondition:
+    def _preconditioner(self, C: float, r: Tensor) -> Preconditioner:
         share, classes = torch.linalg.eigh(self.link.covariance(r))
         floor = 1e-7 if self.dtype == torch.float32 else 1e-14
         share = share.clamp(min=floor * max(float(share[-1]), 1e-300))
         inverse = 1 / (C * share[:, None] * self.variances + 1)
         inner = self._constraint(inverse - 1)
         parts = [p.to(self.dtype) for p in (inverse, classes, 1 / (C * share))]
-        return _Precondition(self.shared, self.vectors, parts[0], parts[1], parts[2], inner)
+        return Preconditioner(self.shared, self.vectors, parts[0], parts[1], parts[2], inner)
 
     def _constraint(self, scale: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """What keeps the inverse exact where directions were removed: Q, QV, and (Q M⁻¹ Qᵀ)⁻¹ for each M."""
@@ -388,57 +389,8 @@ class Walker:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _Precondition:
-    """Inverse of C · S ⊗ XᵀX + I for the weights and of C · n · S for the intercepts.
-
-    S is the mean covariance of the predicted classes. Were it the same in every row, this would be the
-    inverse Hessian.
-    """
-
-    shared: Factorised
-    vectors: Tensor
-    inverse: Tensor
-    classes: Tensor
-    intercept: Tensor
-    constraint: tuple[Tensor, Tensor, Tensor] | None
-
-    def __call__(self, gw: Tensor, gb: Tensor) -> tuple[Tensor, Tensor]:
-        w, b = gw.to(self.vectors.dtype), gb.to(self.vectors.dtype)
-        if len(b) > 1:
-            # One constant added to all intercepts changes nothing: no curvature there to divide by.
-            b = b - b.mean()
-        w = self.classes @ self._inverse(self.classes.T @ w)
-        b = self.classes @ (self.intercept * (self.classes.T @ b))
-        return self.shared.restrict(w.to(gw.dtype)), b.to(gb.dtype)
-
-    def _inverse(self, w: Tensor) -> Tensor:
-        inside = w @ self.vectors
-        if self.constraint is not None:
-            # What the inverse would give along removed directions is taken out before it is applied.
-            removed, seen, inner = self.constraint
-            along = (self.inverse * inside) @ seen.T
-            if not self._spanned:
-                along = along + self._rest(w, inside) @ removed.T
-            pull = torch.einsum("kij,kj->ki", inner, along)
-            w, inside = w - pull @ removed, inside - pull @ seen
-        out = (self.inverse * inside) @ self.vectors.T
-        return out if self._spanned else out + self._rest(w, inside)
-
-    @property
-    def _spanned(self) -> bool:
-        return self.vectors.shape[0] == self.vectors.shape[1]
-
-    def _rest(self, w: Tensor, inside: Tensor) -> Tensor:
-        """What lies outside the span of the features, where only the penalty curves."""
-        # Twice, since one subtraction leaves rounding errors that are large beside the smallest eigenvalues of
-        # the inverse.
-        rest = w - inside @ self.vectors.T
-        return rest - (rest @ self.vectors) @ self.vectors.T
-
-
 def _direction(
-    gw: Tensor, gb: Tensor, history: list[Pair], precondition: _Precondition
+    gw: Tensor, gb: Tensor, history: list[Pair], precondition: Preconditioner
 ) -> tuple[Tensor, Tensor]:
     """The L-BFGS direction, by the two-loop recursion."""
     w, b = gw, gb
