@@ -71,7 +71,7 @@ def build(do: Mapping[str, Callable[[argparse.Namespace], int]]) -> tuple[Parser
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     made: dict[str, Parser] = {}
 
-    def command(name: str, short: str, long: str, examples: str, after: str = RESUMES) -> Parser:
+    def command(name: str, short: str, long: str, examples: str, after: str = "") -> Parser:
         made[name] = commands.add_parser(
             name, help=short, description=long, epilog=f"examples:\n{examples}\n\n{STATUS}{after}", allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -93,6 +93,7 @@ def build(do: Mapping[str, Callable[[argparse.Namespace], int]]) -> tuple[Parser
         "  probelens run quickstart --executor dask --scheduler tcp://10.0.0.1:8786\n"
         "  probelens run quickstart --executor submitit --executor-set partition=gpu --executor-set time=60\n"
         "  probelens list                                               all settings and their defaults",
+        RESUMES,
     )  # fmt: skip
     run.add_argument("recipe", metavar="NAME", help="see `probelens list`")
     run.add_argument("--preset", help="a named set of settings of the recipe")
@@ -173,7 +174,7 @@ def build(do: Mapping[str, Callable[[argparse.Namespace], int]]) -> tuple[Parser
     profile.add_argument("--out", metavar="FOLDER", help="run folder (default runs/profile-MODEL-TASK)")
     _output_options(profile)
 
-    bench = command("bench", benchmarks.SHORT, benchmarks.LONG, benchmarks.EXAMPLES, after="")
+    bench = command("bench", benchmarks.SHORT, benchmarks.LONG, benchmarks.EXAMPLES)
     benchmarks.add_options(bench)
     bench.set_defaults(kept="rows that were finished are printed, and kept with --out")
     _output_options(bench)
