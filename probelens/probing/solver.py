@@ -138,7 +138,18 @@ def _link(y: Tensor, count: int | None, shared: Factorised, which: int) -> Link:
 def _drive(shared: Factorised, walks: list[Walk]) -> list[list[LogisticFit]]:
     """Run the walks side by side, doing the products they ask for in batches."""
     results: list[list[LogisticFit]] = [[] for _ in walks]
-    waiting: dict[int, Request] = {i: next(walk) for i, walk in enumerate(walks)}
+    waiting: dict[int, Request] = {}
+
+    def go_on(i: int, answer: Tensor | None) -> None:
+        try:
+            # The first is started without an answer, and may end without a question.
+            waiting[i] = next(walks[i]) if answer is None else walks[i].send(answer)
+        except StopIteration as done:
+            results[i] = done.value
+            waiting.pop(i, None)
+
+    for i in range(len(walks)):
+        go_on(i, None)
     while waiting:
         kinds = {(kind, t.dtype) for kind, t in waiting.values()}
         for kind, dtype in sorted(kinds, key=str):
@@ -151,11 +162,7 @@ def _drive(shared: Factorised, walks: list[Walk]) -> list[list[LogisticFit]]:
             else:
                 answers = (_join(parts, 1).T @ x).split([p.shape[1] for p in parts], 0)
             for i, answer in zip(who, answers):
-                try:
-                    waiting[i] = walks[i].send(answer.contiguous())
-                except StopIteration as done:
-                    results[i] = done.value
-                    del waiting[i]
+                go_on(i, answer.contiguous())
     return results
 
 
