@@ -38,7 +38,8 @@ class Inlp(Subspace):
         accuracy: Held-out accuracy of the last refitted probe.
         baseline: What it was compared with.
         margin: At chance means accuracy ≤ baseline + margin.
-        history: One row per fit: step, rank removed before it, held-out accuracy, baseline, C.
+        history: One row per fit: step, rank removed before it, held-out accuracy, baseline, C,
+            n_iter, each of two products with the features.
     """
 
     stopped: str = ""
@@ -149,8 +150,11 @@ def inlp(
             accuracy = rows.accuracy(fit, "test")
         C = fit.C
         history.append(
-            {"step": len(history), "rank": len(removed), "accuracy": accuracy, "baseline": chance, "C": C}
-        )
+            {
+                "step": len(history), "rank": len(removed), "accuracy": accuracy, "baseline": chance, "C": C,
+                "n_iter": fit.n_iter,
+            }
+        )  # fmt: skip
         found = _new_directions(fit.softmax()[0], removed)[: budget - len(removed)]
         if accuracy <= chance + margin:
             stopped = "at chance"

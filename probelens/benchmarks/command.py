@@ -91,7 +91,7 @@ def bench(args: argparse.Namespace) -> int:
     if args.page:
         from probelens.benchmarks.table import markdown
 
-        _write(args.page, markdown(store["rows"], store["growth"]))
+        _write(args.page, markdown(store["rows"], store["growth"], _picture(args.page, store["growth"])))
     return done
 
 
@@ -168,6 +168,22 @@ def _grow(args: argparse.Namespace, store: dict[str, Any]) -> int:
     if args.json:
         print(json.dumps({"growth": store["growth"], "left_out": left_out}, indent=2))
     return 0
+
+
+def _picture(page: Path, curves: list[dict[str, Any]]) -> str | None:
+    """Draw the plot of growth beside a page, where kaleido and a Chrome are there for it."""
+    from probelens.benchmarks import growth
+
+    if not curves:
+        return None
+    path = page.parent / "figures" / "benchmarks" / "growth.svg"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        growth.plot(curves, path)
+    except Exception as err:  # of kaleido's making: a missing browser has an error of its own in each version
+        _note([f"the page has no plot of growth: {str(err).splitlines()[0]}"])
+        return None
+    return str(path.relative_to(page.parent))
 
 
 def _note(lines: list[str]) -> None:

@@ -61,6 +61,7 @@ def _collecting(examples: int) -> Runs:
     return {OURS: (lambda: pl.collect(model, x), 1.0), "raw forward": (raw, 1.0)}
 
 
+COLOURS = {OURS: "#0072B2", TL: "#D55E00", "scikit-learn": "#009E73", "raw forward": "#555555"}
 CURVES: list[tuple[str, str, list[int], Callable[[int], Runs], tuple[str, ...]]] = [
     ("patching sweep, 6 layers", "positions", [16, 32, 64, 128], lambda n: _patching(6, n), (TL,)),
     ("patching sweep, 16 positions", "layers", [4, 8, 16, 24], lambda n: _patching(n, 16), (TL,)),
@@ -99,17 +100,41 @@ def curves(repeats: int = 3) -> Iterator[dict[str, Any]]:
 
 
 def plot(found: list[dict[str, Any]], path: Path) -> None:
-    """One panel a curve, in one HTML file."""
+    """One panel a curve: an HTML file, or a picture by the path's suffix, which takes kaleido and a Chrome."""
     import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 
-    figure = make_subplots(cols=len(found), subplot_titles=[c["what"] for c in found])
-    for i, c in enumerate(found, 1):
+    columns = 3
+    titles = [
+        f"{c['what']}<br>k = {c['exponents'][OURS]:.2f}, {name} {k:.2f}"
+        for c in found
+        for name, k in c["exponents"].items()
+        if name != OURS
+    ]
+    figure = make_subplots(
+        rows=-(-len(found) // columns), cols=columns, subplot_titles=titles, vertical_spacing=0.25
+    )
+    shown = set()
+    for i, c in enumerate(found):
+        at = {"row": i // columns + 1, "col": i % columns + 1}
         for name, times in c["times"].items():
-            label = f"{name}, k = {c['exponents'][name]:.2f}"
+            line = {"color": COLOURS[name], "dash": "solid" if name == OURS else "dot"}
             figure.add_trace(
-                go.Scatter(x=c["sizes"], y=times, name=label, mode="lines+markers"), row=1, col=i
-            )
-        figure.update_xaxes(type="log", title=c["axis"], row=1, col=i)
-        figure.update_yaxes(type="log", title="CPU seconds" if i == 1 else None, row=1, col=i)
-    figure.write_html(path, include_plotlyjs=True)
+                go.Scatter(
+                    x=c["sizes"], y=times, name=name, mode="lines+markers", line=line, legendgroup=name,
+                    showlegend=name not in shown,
+                ),
+                **at,
+            )  # fmt: skip
+            shown.add(name)
+        figure.update_xaxes(type="log", title=c["axis"], tickvals=c["sizes"], ticktext=c["sizes"], **at)
+        figure.update_yaxes(type="log", title="CPU seconds" if i % columns == 0 else None, **at)
+    figure.update_annotations(font_size=12)
+    figure.update_layout(
+        template="plotly_white", width=960, height=620, margin={"t": 70, "b": 60},
+        legend={"orientation": "h", "y": -0.12},
+    )  # fmt: skip
+    if path.suffix == ".html":
+        figure.write_html(path, include_plotlyjs=True)
+    else:
+        figure.write_image(path)

@@ -46,6 +46,8 @@ class Work:
         note: What a reader of the table should know.
         facts: Numbers about the work, such as how often it skips.
         describe: Further facts out of the results, such as which path ran.
+        least: What no way of doing it can leave out, from the results: operations in GFLOP, bytes in GB, and
+            in words what they are.
     """
 
     runs: dict[str, Callable[[], Any]]
@@ -55,6 +57,7 @@ class Work:
     note: str = ""
     facts: dict[str, float | str] = field(default_factory=dict)
     describe: Callable[[dict[str, Any]], Mapping[str, float | str]] = lambda results: {}
+    least: Callable[[dict[str, Any]], tuple[float, float, str]] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ def measure(case: Case, size: str, repeats: int, device: str = "cpu") -> dict[st
     results = {name: run() for name, run in work.runs.items()}
     differences = {key: float(value) for key, value in work.compare(results).items()}
     facts = {**work.facts, **work.describe(results)}
+    least = None if work.least is None else work.least(results)
     del results
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in work.runs}
     names = list(work.runs)
@@ -120,6 +124,7 @@ def measure(case: Case, size: str, repeats: int, device: str = "cpu") -> dict[st
         "case": case.name, "what": case.what, "size": size, "device": device, "repeats": repeats,
         "times": medians, "ratios": ratios, "aims": case.aims, "differences": differences, "limits": work.limits,
         "equal": not wrong, "note": work.note, "facts": facts, "left_out": case.missing(), "machine": machine(),
+        "least": None if least is None else {"gflop": least[0], "gbyte": least[1], "what": least[2], **speed(device)},
     }  # fmt: skip
 
 
@@ -131,6 +136,22 @@ def _time(run: Callable[[], Any], device: str) -> tuple[float, float]:
 
         torch.cuda.synchronize()
     return cpu_seconds() - cpu, time.perf_counter() - wall
+
+
+def speed(device: str = "cpu") -> dict[str, float]:
+    """What the machine does at best: float32 matrix products in GFLOP/s, and GB/s read by a matrix times a vector."""
+    import torch
+
+    square, long = torch.ones(1024, 1024, device=device), torch.ones(16384, 4096, device=device)
+    found = {}
+    for name, run, amount in (
+        ("gflops", lambda: square @ square, 2 * 1024**3 / 1e9),
+        ("gbytes", lambda: long @ long[0], 4 * long.numel() / 1e9),
+    ):
+        run()
+        clock = 1 if device.startswith("cuda") else 0
+        found[name] = amount / min(_time(run, device)[clock] for _ in range(5))
+    return found
 
 
 def machine() -> dict[str, Any]:

@@ -173,6 +173,6 @@ def _project(space: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 CASES = [
     Case("patch-neox", "patching sweep, resid_pre, layer × position, Pythia-160M shape, 4 pairs × 32", patch_neox, {TL: 5.0}, needs=(TL,)),
-    Case("patch-mamba", "the same, Mamba-130M shape", patch_mamba, {TL: 4.0}, needs=(TL,)),
+    Case("patch-mamba", "the same, Mamba-130M shape", patch_mamba, {TL: 5.0}, needs=(TL,)),
     Case("ablation", "subspace ablation at every layer with random controls, 6 layers d 512", ablation, {"plain hooks": 0.9 * 12 / 7}),
 ]  # fmt: skip

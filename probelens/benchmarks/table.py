@@ -47,8 +47,10 @@ def growth_line(curve: dict[str, Any]) -> str:
     return f"{curve['what']} by {curve['axis']} {curve['sizes']}: {grown}"
 
 
-def markdown(rows: list[dict[str, Any]], growth: list[dict[str, Any]] | None = None) -> str:
-    """The page."""
+def markdown(
+    rows: list[dict[str, Any]], growth: list[dict[str, Any]] | None = None, figure: str | None = None
+) -> str:
+    """The page; ``figure`` is where its plot of growth lies beside it."""
     out = [HEAD]
     for device in dict.fromkeys(r["device"] for r in rows):
         mine = [r for r in rows if r["device"] == device]
@@ -62,7 +64,7 @@ def markdown(rows: list[dict[str, Any]], growth: list[dict[str, Any]] | None = N
         out.append("")
         out += _notes(mine)
     if growth:
-        out += _growth(growth)
+        out += _growth(growth, figure)
     return "\n".join(out).rstrip() + "\n"
 
 
@@ -125,13 +127,33 @@ def _notes(rows: list[dict[str, Any]]) -> list[str]:
             limit = row["limits"].get(key)
             parts.append(f"{key}: {value:.2g}" + ("" if limit is None else f" (allowed {limit:.2g})"))
         parts += [f"{key}: {_number(value)}" for key, value in row["facts"].items()]
+        parts += _bound(row)
         out.append(f"- `{row['case']}`: " + "; ".join(parts) + ".")
     return [*out, ""]
 
 
-def _growth(curves: list[dict[str, Any]]) -> list[str]:
+def _bound(row: dict[str, Any]) -> list[str]:
+    """What the operations and bytes that can't be left out allow at most, against each peer."""
+    least = row.get("least")
+    if not least:
+        return []
+    arithmetic, memory = least["gflop"] / least["gflops"], least["gbyte"] / least["gbytes"]
+    clock = _clock(row)
+    most = ", ".join(
+        f"{_ratio(row['times'][name][clock] / (arithmetic + memory))} against {name}"
+        for name in row["ratios"]
+    )
+    return [
+        f"bound: {least['what']}, {least['gflop']:.3g} GFLOP and {least['gbyte']:.3g} GB, take "
+        f"{_seconds(arithmetic + memory)} at the {least['gflops']:.0f} GFLOP/s and {least['gbytes']:.0f} GB/s of this "
+        f"machine, so at most {most}"
+    ]
+
+
+def _growth(curves: list[dict[str, Any]], figure: str | None) -> list[str]:
     out = [
         "## How cost grows", "", "CPU seconds at each size, and the exponent k of a fit time ∝ size^k. Small shapes.", "",
+        *([f"![CPU seconds against size, probelens and its peers, on logarithmic axes]({figure})", ""] if figure else []),
         "| work | size | sizes | probelens | k | peer | its times | its k |", "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for c in curves:
