@@ -433,3 +433,26 @@ def test_code_depth_reads_only_what_was_held_out(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(code_depth, "functions", lambda max_chars: found)
     config = {"corpus": "stdlib", "unseen": True, "max_depth": 3}
     assert code_depth.make_task(config, make_tokenizer(["x"], 257)).group_names == ["unittest", "calendar"]
+
+
+def test_a_draw_without_the_rarest_class_is_no_draw_of_the_same_task() -> None:
+    counts = torch.tensor([[10.0, 0.0]] * 19 + [[10.0, 4.0]], dtype=torch.float64)
+    hits = torch.stack([counts * torch.tensor([1.0, 0.0]), counts * torch.tensor([0.5, 1.0])])
+    drawn = code_depth.resampled(hits, counts, seed=0)
+    assert drawn.shape == (code_depth.DRAWS, 2)
+    # The class of one module alone is always answered wrong at the first site, so no draw may do better than half.
+    assert torch.equal(drawn[:, 0], torch.full((code_depth.DRAWS,), 0.5, dtype=torch.float64))
+    assert torch.equal(drawn[:, 1], torch.full((code_depth.DRAWS,), 0.75, dtype=torch.float64))
+    many = 10 * torch.rand(3, 40, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    spread = code_depth.resampled(many, torch.full((40, 2), 10.0, dtype=torch.float64), seed=0)
+    middle = (many.sum(1) / 400).mean(-1)
+    assert torch.allclose(spread.mean(0), middle, atol=0.01), "an interval lies around its estimate"
+    assert (spread.std(0) > 0.01).all()
+
+
+def test_the_tables_of_the_page_are_those_of_its_rows() -> None:
+    docs = Path(__file__).resolve().parent.parent / "docs"
+    page = (docs / "paper.md").read_text(encoding="utf-8")
+    for name in ("pretrained", "code"):
+        rows = pd.read_parquet(docs / "data" / "paper" / f"{name}.parquet")
+        assert publish.filled(page, rows) == page, name

@@ -273,14 +273,24 @@ def recalls(guess: Tensor, test: Batch, label: str, n_classes: int) -> tuple[Ten
 
 
 def resampled(hits: Tensor, counts: Tensor, seed: int) -> Tensor:
-    """Balanced accuracy of resampled modules at each site. (draw, site)"""
+    """Balanced accuracy of resampled modules at each site. (draw, site)
+
+    Only draws that hold every class of the sample count: without its rarest and hardest class the mean recall is
+    that of an easier task. A class that one module holds alone therefore adds nothing to the spread.
+    """
     rng = np.random.default_rng([seed, 11])
-    n = len(counts)
-    weights = torch.from_numpy(rng.multinomial(n, np.full(n, 1 / n), DRAWS)).double()
-    asked = weights @ counts
-    # A class that no drawn module holds has no recall in that draw.
-    rates = torch.where(asked > 0, torch.einsum("dm,smc->sdc", weights, hits) / asked, torch.nan)
-    return rates.nanmean(-1).T
+    n, held = len(counts), counts.sum(0) > 0
+    kept: list[Tensor] = []
+    for _ in range(100):
+        weights = torch.from_numpy(rng.multinomial(n, np.full(n, 1 / n), DRAWS)).double()
+        kept.append(weights[(weights @ counts > 0)[:, held].all(1)])
+        if sum(map(len, kept)) >= DRAWS:
+            break
+    weights = torch.cat(kept)[:DRAWS]
+    if not len(weights):
+        return torch.full((1, len(hits)), torch.nan, dtype=torch.float64)
+    rates = torch.einsum("dm,smc->sdc", weights, hits[..., held]) / (weights @ counts[:, held])
+    return rates.mean(-1).T
 
 
 def profile(own: Tensor, drawn: Tensor, base: float) -> dict[str, Any]:
