@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 - × is meant
 """`probelens bench`: what it lists, runs, keeps and leaves out."""
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pytest
 
 from probelens.benchmarks import growth, harness
 from probelens.benchmarks.command import _cases
+from probelens.benchmarks.table import markdown
 from probelens.cli import main
 
 ROWS = {
@@ -172,3 +174,33 @@ def test_the_command_of_the_tests_folder_is_the_same_one() -> None:
         check=True,
     )  # fmt: skip
     assert {line.partition(":")[0] for line in done.stdout.splitlines()} == set(_cases())
+
+
+def test_the_page_says_what_operations_and_bytes_allow_at_most() -> None:
+    times = {name: {"cpu": value, "wall": value} for name, value in ((harness.OURS, 2.0), ("peer", 6.0))}
+    row = {
+        "case": "a", "what": "work", "size": "full", "device": "cpu", "repeats": 1, "times": times, "ratios": {"peer": 3.0},
+        "aims": {"peer": 5.0}, "differences": {}, "limits": {}, "equal": True, "note": "", "facts": {}, "left_out": [],
+        "machine": harness.machine(),
+        "least": {"gflop": 50.0, "gbyte": 5.0, "what": "the products", "gflops": 100.0, "gbytes": 10.0},
+    }  # fmt: skip
+    page = markdown([row])
+    assert "3.00× (missed)" in page
+    assert "50 GFLOP and 5 GB, take 1 s" in page
+    assert "at most 6.00× against peer" in page
+    assert "bound:" not in markdown([{**row, "least": None}])
+
+
+def test_growth_is_drawn_with_every_contender_once_in_the_legend(tmp_path: Path) -> None:
+    names = (harness.OURS, "scikit-learn")
+    curve = {
+        "what": "probes", "axis": "rows", "sizes": [1, 2], "times": {name: [0.5, 1.0] for name in names},
+        "exponents": dict.fromkeys(names, 1.0),
+    }  # fmt: skip
+    growth.plot([curve, curve], tmp_path / "g.html")
+    drawn = (tmp_path / "g.html").read_text()
+    assert drawn.count('"showlegend":true') == 2
+    assert drawn.count('"showlegend":false') == 2
+    assert "k = 1.00, scikit-learn 1.00" in drawn
+    assert "![CPU seconds" in markdown([], [curve], "g.svg")
+    assert "![" not in markdown([], [curve])
