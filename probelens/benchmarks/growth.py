@@ -62,6 +62,7 @@ def _collecting(examples: int) -> Runs:
 
 
 COLOURS = {OURS: "#0072B2", TL: "#D55E00", "scikit-learn": "#009E73", "raw forward": "#555555"}
+TICKS = [m * 10**k for k in range(-2, 3) for m in (1, 2, 5)]
 CURVES: list[tuple[str, str, list[int], Callable[[int], Runs], tuple[str, ...]]] = [
     ("patching sweep, 6 layers", "positions", [16, 32, 64, 128], lambda n: _patching(6, n), (TL,)),
     ("patching sweep, 16 positions", "layers", [4, 8, 16, 24], lambda n: _patching(n, 16), (TL,)),
@@ -128,7 +129,13 @@ def plot(found: list[dict[str, Any]], path: Path) -> None:
             )  # fmt: skip
             shown.add(name)
         figure.update_xaxes(type="log", title=c["axis"], tickvals=c["sizes"], ticktext=c["sizes"], **at)
-        figure.update_yaxes(type="log", title="CPU seconds" if i % columns == 0 else None, **at)
+        figure.update_yaxes(
+            type="log",
+            title="CPU seconds" if i % columns == 0 else None,
+            tickvals=TICKS,
+            ticktext=TICKS,
+            **at,
+        )
     figure.update_annotations(font_size=12)
     figure.update_layout(
         template="plotly_white", width=960, height=620, margin={"t": 70, "b": 60},

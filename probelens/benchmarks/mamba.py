@@ -139,7 +139,7 @@ CASES = [
         "mamba-step",
         "Mamba forward and backward, whole model",
         train_step,
-        {DEFAULT: 22.0, MAMBAPY: 11.0},
+        {DEFAULT: 20.0, MAMBAPY: 8.0},
         takes=(MAMBAPY,),
     ),
     Case(
