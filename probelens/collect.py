@@ -140,7 +140,7 @@ def collect(
     store: _Memory | _Disk = (
         _Memory(len(tokens))
         if out is None
-        else _Disk(Path(out), len(tokens), _key(model, tokens, names, kept, dtype))
+        else _Disk(Path(out), len(tokens), _key(model, tokens, names, kept, dtype, attention))
     )
     chunks = torch.arange(len(tokens)).split(batch_size)
     with (
@@ -200,7 +200,8 @@ def _inputs(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     tokens = getattr(batch, "tokens", None)
     if isinstance(tokens, Tensor):
-        return tokens, getattr(batch, "mask", None), attention
+        given = getattr(batch, "attention_mask", None) if attention is None else attention
+        return tokens, getattr(batch, "mask", None), told(model, given)
     if isinstance(batch, str) or (
         isinstance(batch, (list, tuple)) and batch and all(isinstance(t, str) for t in batch)
     ):
@@ -231,19 +232,30 @@ def _inputs(
             raise ShapeError(
                 f"attention_mask has shape {tuple(attention.shape)}, the tokens {tuple(tokens.shape[:2])}: they must agree"
             )
-        return tokens, attention.bool().cpu(), attention if _masks(model, attention) else None
+        return tokens, attention.bool().cpu(), told(model, attention)
     return tokens, None, None
 
 
-def _masks(model: HookedModel, attention: Tensor) -> bool:
-    """Whether the model has to be told of the padding.
+def told(model: HookedModel, attention: Tensor | None) -> Tensor | None:
+    """The attention mask as the model has to be told of it; None where there is nothing to tell.
 
     A forward that takes no mask needs none where padding comes after everything that is read; where it doesn't, the
     mask is passed on, and refused with the reason.
+
+    Args:
+        model: The wrapped model.
+        attention: 1 for real tokens. (example, pos)
+
+    Returns:
+        1 for real tokens, int64, or None. (example, pos)
     """
-    if model.adapter.accepts("attention_mask") or padding_mask(attention.bool()) is not None:
-        return True
-    return any(getattr(module, "bidirectional", False) for module in model.module.modules())
+    if attention is None:
+        return None
+    if not model.adapter.accepts("attention_mask"):
+        both_ways = any(getattr(module, "bidirectional", False) for module in model.module.modules())
+        if bool(attention.bool().all()) or (padding_mask(attention.bool()) is None and not both_ways):
+            return None
+    return attention.long()
 
 
 def _columns(batch: Any) -> Mapping[str, Any] | None:
@@ -399,13 +411,20 @@ def _no_link(path: Path) -> None:
 
 
 def _key(
-    model: HookedModel, tokens: Tensor, names: list[str], kept: Tensor, dtype: torch.dtype | None
+    model: HookedModel,
+    tokens: Tensor,
+    names: list[str],
+    kept: Tensor,
+    dtype: torch.dtype | None,
+    attention: Tensor | None,
 ) -> str:
     digest = hashlib.sha256()
     digest.update(
         json.dumps([model.cfg.model_name, names, str(dtype), list(tokens.shape), kept.tolist()]).encode()
     )
     digest.update(tokens.cpu().contiguous().numpy().tobytes())
+    if attention is not None:
+        digest.update(attention.bool().cpu().contiguous().numpy().tobytes())
     for name, _ in model.module.named_parameters():
         # A few numbers of every weight tell two checkpoints apart without reading all of them.
         p = stored(model.module, name)

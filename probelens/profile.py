@@ -201,7 +201,9 @@ def _behaviour(model: HookedModel, batch: Any, target: str, batch_size: int) -> 
         return (logits.argmax(-1) == answer).float()
 
     read = Read(right, None, {"answer": batch.labels[target]})
-    found = sweep(model, batch.tokens, (), read, batch_size=batch_size).base
+    found = sweep(
+        model, batch.tokens, (), read, batch_size=batch_size, attention_mask=batch.attention_mask
+    ).base
     late = batch.mask.clone()
     late[:, : WARM_UP + 1] = False
     if not bool(late.any()):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from probelens._quick import quick
 from probelens._suffix import SuffixRuns
+from probelens.collect import told
 from probelens.errors import InputError, ShapeError
 from probelens.hooks import HookFn, at
 from probelens.model import HookedModel
@@ -136,7 +137,7 @@ def sweep(
         raise InputError(
             f"sweep needs examples and a batch size of at least 1, got {len(tokens)} and {batch_size}"
         )
-    engine = _Engine(model, tokens, read, attention_mask)
+    engine = _Engine(model, tokens, read, told(model, attention_mask))
     starts = [engine.start(condition) for condition in conditions]
     suffix = engine.suffix(conditions, batch_size)
     values: list[list[Tensor]] = [[] for _ in conditions]

@@ -122,6 +122,64 @@ def test_a_model_that_takes_no_mask_is_read_where_padding_cannot_reach() -> None
             pl.collect(asked, inputs, key)
 
 
+@pytest.mark.parametrize("kind", ["llama", "mamba", "mamba2"])
+def test_padding_that_a_batch_names_is_kept_from_the_model(kind: str) -> None:
+    model, key = pl.wrap(zoo.build(kind)), "blocks.1.hook_resid_post"
+    x = zoo.tokens(4, 8)
+    real = torch.arange(8) >= torch.tensor([0, 2, 3, 4])[:, None]
+    labels = {"next": (x + 1) % 3}
+    batch = pl.Batch(x.where(real, 0), labels, attention_mask=real)
+    assert torch.equal(batch.mask, real), "labels on padding don't count"
+    assert torch.equal(batch[1:3].attention_mask, real[1:3])
+    told, untold = (pl.collect(model, b, key)[key] for b in (batch, pl.Batch(x.where(real, 0), labels, real)))
+    size = told.abs().max()
+    for i, row in enumerate(x):
+        alone = pl.collect(model, row[real[i]][None], key)[key][0]
+        assert torch.allclose(told[i][real[i]], alone, atol=1e-4 * float(size))
+    assert (told - untold)[real].abs().max() > 1e-3 * size, "without it padding leaks in"
+    # The same through the engine: what the ablation's unedited run loses on these examples.
+    space = {key: pl.subspaces.random(1, told.shape[-1], seed=0)}
+    lost = pl.ablate(model, batch, space, label="next", metric="next_token_loss", refit=False, controls=0)
+    shown = lost.to_dataframe()["clean"].iloc[0]
+    sums = []
+    for i, row in enumerate(x):
+        ids = row[real[i]][None]
+        logits = model(ids)[0, :-1]
+        sums.append(torch.nn.functional.cross_entropy(logits, ids[0, 1:]).item())
+    assert shown == pytest.approx(sum(sums) / len(sums), rel=1e-3)
+
+
+def test_a_stream_of_other_padding_is_not_gone_on_with(tmp_path: Path) -> None:
+    model, x, key = pl.wrap(zoo.build("llama")), zoo.tokens(4, 8), "blocks.1.hook_resid_post"
+    real = torch.arange(8) >= torch.tensor([0, 2, 3, 4])[:, None]
+    pl.collect(model, pl.Batch(x, attention_mask=real), key, out=tmp_path / "acts")
+    pl.collect(model, pl.Batch(x, attention_mask=real), key, out=tmp_path / "acts")
+    with pytest.raises(pl.StoreError):
+        pl.collect(model, x, key, out=tmp_path / "acts")
+
+
+def test_a_batch_names_padding_that_the_model_cannot_be_told_of() -> None:
+    key = "blocks.0.hook_resid_post"
+    right = torch.tensor([[True, True, True], [True, False, False]])
+    x = torch.tensor([[1, 2, 3], [4, 0, 0]])
+    causal, both_ways = (pl.wrap(Tagger(bidirectional=b)) for b in (False, True))
+    found = pl.collect(causal, pl.Batch(x, attention_mask=right), key)
+    assert torch.allclose(found[key][1, :1], pl.collect(causal, x[1:, :1], key)[key][0], atol=1e-6)
+    for model, mask in ((both_ways, right), (causal, right.flip(1))):
+        with pytest.raises(pl.InputError, match="takes no attention_mask"):
+            pl.collect(model, pl.Batch(x, attention_mask=mask), key)
+        space = {key: pl.subspaces.random(1, model.cfg.d_model if model is causal else 16, seed=0)}
+        with pytest.raises(pl.InputError, match="takes no attention_mask"):
+            pl.ablate(
+                model,
+                pl.Batch(x, {"t": x % 3}, attention_mask=mask),
+                space,
+                label="t",
+                refit=False,
+                controls=0,
+            )
+
+
 def test_training_mode_and_gradients_come_back(model: pl.HookedModel) -> None:
     raw = zoo.build("gpt2").train()
     raw.transformer.drop.p = 0.5

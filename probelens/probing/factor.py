@@ -168,6 +168,9 @@ class Factorised:
         Args:
             what: Name of it.
             labels: Class ids. (n,)
+
+        Returns:
+            What was kept, in the shape it had; None without it, or for other labels.
         """
         held = self._memo.get(what)
         return held[1] if held is not None and torch.equal(held[0], labels) else None
@@ -178,7 +181,7 @@ class Factorised:
         Args:
             what: Name of it; what stood under it goes.
             labels: Class ids that it belongs to. (n,)
-            value: The tensor.
+            value: The tensor, (...).
         """
         self._memo[what] = labels, value
 

@@ -29,9 +29,12 @@ class Batch:
         mask: True where the labels count; False on BOS and padding. All True when left out. (batch, pos) bool
         groups: What a split must not cut: the sequence, or the module a piece of code comes from. Numbered
             0, 1, … when left out. (batch,) int64
+        attention_mask: True on real tokens, False on padding, for the model to leave out; labels on padding don't
+            count. ``mask`` alone tells the model nothing, which is enough where padding on the right can't reach
+            an earlier position. (batch, pos) bool
 
     Raises:
-        ShapeError: tokens aren't two-dimensional, or labels, mask or groups don't fit them.
+        ShapeError: tokens aren't two-dimensional, or labels, a mask or groups don't fit them.
         InputError: A wrong dtype, a negative token, or a negative label where the mask is True.
 
     Examples:
@@ -47,10 +50,15 @@ class Batch:
     labels: dict[str, Tensor] = field(default_factory=dict)
     mask: Tensor = None  # type: ignore[assignment]  # a Tensor after __post_init__
     groups: Tensor = None  # type: ignore[assignment]  # a Tensor after __post_init__
+    attention_mask: Tensor | None = None
 
     def __post_init__(self) -> None:
         tokens = _tokens("tokens", self.tokens)
         mask = _mask(self.mask, tokens, "tokens")
+        attention = self.attention_mask
+        if attention is not None:
+            attention = _mask(torch.as_tensor(attention).bool(), tokens, "tokens")
+            mask = mask & attention
         groups = self.groups
         if groups is None:
             groups = torch.arange(len(tokens), device=tokens.device)
@@ -69,7 +77,7 @@ class Batch:
                     "Set the mask to False at positions without a label."
                 )
             labels[str(name)] = values
-        _set(self, tokens=tokens, labels=labels, mask=mask, groups=groups)
+        _set(self, tokens=tokens, labels=labels, mask=mask, groups=groups, attention_mask=attention)
 
     @property
     def length(self) -> int:
@@ -83,7 +91,8 @@ class Batch:
         """The chosen sequences as a Batch; a single integer gives a batch of one."""
         at = _index(index, len(self), self.tokens.device)
         labels = {name: values[at] for name, values in self.labels.items()}
-        return Batch(self.tokens[at], labels, self.mask[at], self.groups[at])
+        attention = None if self.attention_mask is None else self.attention_mask[at]
+        return Batch(self.tokens[at], labels, self.mask[at], self.groups[at], attention)
 
     def to(self, device: str | torch.device) -> Batch:
         """The same batch with every tensor on ``device``.
@@ -95,7 +104,8 @@ class Batch:
             A new batch.
         """
         labels = {name: values.to(device) for name, values in self.labels.items()}
-        return Batch(self.tokens.to(device), labels, self.mask.to(device), self.groups.to(device))
+        attention = None if self.attention_mask is None else self.attention_mask.to(device)
+        return Batch(self.tokens.to(device), labels, self.mask.to(device), self.groups.to(device), attention)
 
 
 @dataclass(frozen=True, eq=False)
