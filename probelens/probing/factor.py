@@ -170,7 +170,7 @@ class Factorised:
             labels: Class ids. (n,)
 
         Returns:
-            What was kept, in the shape it had; None without it, or for other labels.
+            What was kept, (...) as it was given; None without it, or for other labels.
         """
         held = self._memo.get(what)
         return held[1] if held is not None and torch.equal(held[0], labels) else None
