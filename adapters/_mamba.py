@@ -45,7 +45,19 @@ def quick(adapter: Adapter, paths: list[str]) -> list[str]:
 
 
 def instrumented(mixer: nn.Module, tap: Tap) -> contextlib.AbstractContextManager[None]:
-    """Run the reference forward of a mixer, with ``tap``, while the context lasts."""
+    """Run the reference forward of a mixer, with ``tap``, while the context lasts.
+
+    Raises:
+        InputError: A hook of the user's own stands on a module that this forward computes itself.
+    """
+    for name in ("norm", "act"):
+        inner = getattr(mixer, name, None)
+        if isinstance(inner, nn.Module) and (inner._forward_hooks or inner._forward_pre_hooks):
+            raise InputError(
+                f"a PyTorch hook stands on {name!r} inside a {type(mixer).__name__}, and what lies inside the mixer is read "
+                "from a forward that doesn't call that module. Remove the hook, or read and edit at "
+                f"{'mixer.hook_inner_norm' if name == 'norm' else 'mixer.hook_conv'} instead"
+            )
     return swapped_forward(mixer, _forward(mixer, tap))
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import probelens as pl
+from probelens._settings import at_least
 from probelens.experiments import RunRecord, Status, Store, cell_key, run_grid, versions
 
 LABELS = {
@@ -54,6 +55,9 @@ class Config:
     n_pairs: int = 48
     controls: int = 20
     workers: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least(self, seed=0, length=2, steps=1, n_probe=5, n_ablate=1, n_pairs=1, controls=0, workers=1)
 
     def cell(self, arch: str) -> dict[str, Any]:
         """The settings on which one model's results depend."""

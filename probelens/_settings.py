@@ -12,7 +12,7 @@ from typing import Any
 from probelens._types import fits, said
 from probelens.errors import InputError, ProbelensError, nearest
 
-__all__ = ["arguments", "configure", "restore"]
+__all__ = ["arguments", "at_least", "configure", "restore"]
 
 
 def configure(
@@ -50,6 +50,23 @@ def configure(
             raise InputError(unknown("setting", key, hints))
         changes[key] = _parse(key, value, hints[key])
     return _make(config, changes)
+
+
+def at_least(config: Any, **minima: int) -> None:
+    """Refuse a config with a number below what a run needs, before anything is written or trained.
+
+    Args:
+        config: A dataclass of settings.
+        minima: The least value of each setting that has one; None and tuples of numbers are judged as they come.
+
+    Raises:
+        InputError: Which setting is too small, and the least that is allowed.
+    """
+    for name, least in minima.items():
+        value = getattr(config, name)
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            if one is not None and one < least:
+                raise InputError(f"{name}={value!r}: allowed is {least} or more")
 
 
 def restore(config: type[Any], saved: Mapping[str, Any]) -> Any:

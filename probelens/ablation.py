@@ -18,6 +18,7 @@ from probelens.collect import collect
 from probelens.errors import InputError
 from probelens.model import HookedModel
 from probelens.results import Result
+from probelens.sites import need_wrapped
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -167,6 +168,7 @@ def ablate(
     Source:
         arXiv 2606.00926 v2 (refit and matched controls); Ravfogel et al. 2020, arXiv 2004.07667.
     """
+    need_wrapped(model)
     if label is None and not isinstance(subspaces, Mapping) and len(subspaces.labels) == 1:
         label = subspaces.labels[0] if subspaces.labels[0] in batch.labels else None
     label = label_of(batch, label, "label")

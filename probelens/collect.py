@@ -20,7 +20,7 @@ from probelens.errors import InputError, ShapeError, StoreError, UnknownHookErro
 from probelens.model import HookedModel
 from probelens.progress import progress_bar
 from probelens.results import Result, atomic_path
-from probelens.sites import Sites, expand, layer_of
+from probelens.sites import Sites, expand, layer_of, need_wrapped
 
 __all__ = ["Activations", "collect", "padding_mask"]
 
@@ -124,6 +124,7 @@ def collect(
         InputError: No examples, or no positions.
         StoreError: ``out`` holds activations of other data, or can't be written.
     """
+    need_wrapped(model)
     tokens, mask, attention = _inputs(model, batch, attention_mask)
     names = expand(model, sites)
     if batch_size < 1 or len(tokens) == 0 or tokens.shape[1] == 0:

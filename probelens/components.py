@@ -20,7 +20,7 @@ from probelens.errors import InputError
 from probelens.model import HookedModel
 from probelens.points import HookPoint
 from probelens.results import Result
-from probelens.sites import Sites, expand, layer_of
+from probelens.sites import Sites, expand, layer_of, need_wrapped
 from probelens.sweep import Condition, Edit, sweep
 
 if TYPE_CHECKING:
@@ -135,6 +135,7 @@ def ablate_component(
     Source:
         Heimersheim and Nanda 2024, arXiv 2404.15255, section 3 (zero, mean, resample).
     """
+    need_wrapped(model)
     names = expand(model, sites)
     ways = [how] if isinstance(how, str) else list(how)
     unknown = [w for w in ways if w not in ("zero", "mean", "resample")]

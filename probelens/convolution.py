@@ -19,7 +19,7 @@ from probelens.components import ComponentResult, donor_rows, position_means, re
 from probelens.errors import InputError, UnknownHookError
 from probelens.model import HookedModel
 from probelens.points import HookPoint
-from probelens.sites import layer_of
+from probelens.sites import layer_of, need_wrapped
 from probelens.sweep import Condition, Edit, sweep
 from probelens.weights import weight_name
 
@@ -77,6 +77,7 @@ def ablate_convolution(
     Source:
         The ablation of arXiv 2606.00926, which doesn't say which of these it is.
     """
+    need_wrapped(model)
     ways = [how] if isinstance(how, str) else list(how)
     unknown = [w for w in ways if w not in VARIANTS]
     if unknown or not ways or draws < 1:

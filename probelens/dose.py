@@ -14,6 +14,7 @@ from probelens.ablation import ablate
 from probelens.errors import InputError
 from probelens.model import HookedModel
 from probelens.results import Result
+from probelens.sites import need_wrapped
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -126,6 +127,7 @@ def dose_response(
         InputError: No dose that any subspace has, or a strength outside 0 to 1.
         UnknownHookError: A site that the model doesn't have.
     """
+    need_wrapped(model)
     full = {site: space.rank for site, space in subspaces.items()}
     if ranks is None:
         top = max(full.values(), default=0)

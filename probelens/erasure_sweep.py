@@ -24,7 +24,7 @@ from probelens.inlp import Inlp, inlp
 from probelens.model import HookedModel
 from probelens.progress import progress_bar
 from probelens.results import Result
-from probelens.sites import LAYER_AXIS, Sites, expand
+from probelens.sites import LAYER_AXIS, Sites, expand, need_wrapped
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -158,6 +158,7 @@ def erase(
         Belrose et al. 2023, arXiv 2306.03819; Ravfogel et al. 2020, arXiv 2004.07667; the question is
         that of arXiv 2606.00926 v2.
     """
+    need_wrapped(model)
     if method not in ("leace", "inlp"):
         raise InputError(f"method {method!r} is not known. Allowed: 'leace', 'inlp'")
     label = label_of(fit_batch, label, "label")

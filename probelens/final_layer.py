@@ -19,6 +19,7 @@ from probelens.collect import padding_mask
 from probelens.errors import InputError, MetricError, ShapeError
 from probelens.model import HookedModel
 from probelens.results import Result
+from probelens.sites import need_wrapped
 from probelens.sweep import Condition, Read, sweep
 
 if TYPE_CHECKING:
@@ -196,6 +197,7 @@ def patch_sites(
         Heimersheim and Nanda 2024, arXiv 2404.15255, for recovery. The sites are the readings of
         "mid-position patching at the final layer" in arXiv 2606.00926.
     """
+    need_wrapped(model)
     if mode not in ("denoise", "noise"):
         raise InputError(f"mode {mode!r} is not known. Allowed: 'denoise', 'noise'")
     sites = _chosen(which)

@@ -13,6 +13,7 @@ from probelens.errors import InputError
 from probelens.model import HookedModel
 from probelens.progress import progress_bar
 from probelens.results import Result
+from probelens.sites import need_wrapped
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -116,6 +117,7 @@ def length_transfer(
         InputError: An unknown label, no lengths, or a subspace of another width.
         UnknownHookError: A site that the model doesn't have.
     """
+    need_wrapped(model)
     label = task.target if label is None else label
     target = task.target if target is None else target
     if not lengths or any(name not in task.label_names for name in (label, target)):

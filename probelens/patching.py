@@ -20,7 +20,7 @@ from probelens.collect import collect, padding_mask
 from probelens.errors import InputError, MetricError
 from probelens.model import HookedModel
 from probelens.results import Result
-from probelens.sites import Sites, expand, layer_of
+from probelens.sites import Sites, expand, layer_of, need_wrapped
 from probelens.sweep import Condition, Read, sweep
 
 if TYPE_CHECKING:
@@ -283,6 +283,7 @@ def patch(
         Denoising ρ = (LD_patch − LD_corr)/(LD_clean − LD_corr): Heimersheim and Nanda 2024,
         arXiv 2404.15255; Zhang and Nanda 2024, arXiv 2309.16042.
     """
+    need_wrapped(model)
     _check_call(pairs, mode)
     names = expand(model, sites)
     where, labels = columns(pos, pairs.clean.shape[1], len(pairs))
@@ -382,6 +383,7 @@ def attribute(
     Source:
         Nanda 2023; Syed, Rager and Conmy 2023, arXiv 2310.10348.
     """
+    need_wrapped(model)
     from probelens.progress import progress_bar
 
     if not model.adapter.differentiable:

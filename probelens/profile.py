@@ -17,7 +17,7 @@ from probelens.model import HookedModel
 from probelens.patching import PatchResult, patch
 from probelens.probing import ProbeResult, probe
 from probelens.results import Result
-from probelens.sites import LAYER_AXIS
+from probelens.sites import LAYER_AXIS, need_wrapped
 from probelens.sweep import Read, sweep
 
 if TYPE_CHECKING:
@@ -131,6 +131,7 @@ def profile(
     Raises:
         InputError: An unknown label.
     """
+    need_wrapped(model)
     labels = [task.target] if labels is None else list(labels)
     unknown = [label for label in labels if label not in task.label_names]
     if unknown or not labels:

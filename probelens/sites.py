@@ -15,6 +15,22 @@ Sites = str | Iterable[str]
 """What names sites: a shorthand, a name, a glob, or several of these; see `expand`."""
 
 
+def need_wrapped(model: object) -> None:
+    """Refuse what isn't a wrapped model; forgetting ``pl.wrap`` is the first slip there is.
+
+    Args:
+        model: What was given as one.
+
+    Raises:
+        InputError: Anything without hook points.
+    """
+    if not hasattr(model, "hook_dict"):
+        raise InputError(
+            f"expected a wrapped model, got a {type(model).__name__}. Wrap a module with probelens.wrap(module), "
+            "or load one with probelens.load(name)"
+        )
+
+
 def expand(model: HookedModel, sites: Sites) -> list[str]:
     """The hook point names that ``sites`` means.
 
@@ -31,8 +47,13 @@ def expand(model: HookedModel, sites: Sites) -> list[str]:
         UnknownHookError: Something that fits no hook point.
         InputError: An empty list.
     """
+    need_wrapped(model)
     if isinstance(sites, str):
         return _one(model, sites)
+    if not isinstance(sites, Iterable):
+        raise InputError(
+            f"sites must be a name, a shorthand such as 'resid_post' or a list of these, got {sites!r}"
+        )
     names = [name for site in sites for name in _one(model, site)]
     if not names:
         raise InputError("sites is an empty list. Give a shorthand such as 'resid_post', or names")

@@ -611,3 +611,18 @@ def test_signals_end_the_whole_grid_without_a_traceback(
     assert b"leaked" not in err, "nothing of multiprocessing's is left"
     assert out == b""
     assert len(log.read_text().split()) == 2, "no further cell was started"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "setting"),
+    [
+        ("quickstart", "n_probe=1"), ("quickstart", "steps=-1"), ("quickstart", "controls=-2"), ("paper-formal", "lengths=40,0"),
+        ("paper-pretrain", "vocab=0"), ("paper-pretrained", "batch_size=0"), ("paper-code-depth", "n=0"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_no_run_could_use_is_refused_before_the_folder_is_taken(
+    recipe: str, setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", recipe, "--preset", "smoke", "--set", setting, "--out", str(tmp_path / "run")]) == 2
+    assert re.search(r"allowed is \d+ or more", capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()

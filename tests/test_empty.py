@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -185,3 +186,17 @@ def test_the_convolution_of_nothing_but_padding_is_refused(models: Any) -> None:
 def test_statistics_plots_and_fits_of_nothing_are_refused(call: Callable[[], Any]) -> None:
     with pytest.raises(pl.ProbelensError):
         call()
+
+
+@pytest.mark.parametrize("name", ["collect", "ablate", "erase", "patch", "attribute", "profile", "patch_sites", "dose_response",
+                                  "length_transfer", "ablate_component", "ablate_convolution"])  # fmt: skip
+def test_a_module_that_is_not_wrapped_is_told_how(name: str) -> None:
+    call = getattr(pl, name)
+    needed = [
+        p
+        for p in inspect.signature(call).parameters.values()
+        if p.default is p.empty and p.kind is not p.VAR_KEYWORD
+    ]
+    arguments = {p.name: None for p in needed} | {needed[0].name: torch.nn.Linear(2, 2)}
+    with pytest.raises(pl.InputError, match=r"got a Linear\. Wrap a module with probelens\.wrap"):
+        call(**arguments)

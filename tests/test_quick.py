@@ -108,3 +108,16 @@ def test_the_native_forward_is_back_after_an_exception() -> None:
     with pytest.raises(ZeroDivisionError), quick(model):
         raise ZeroDivisionError
     assert all("forward" not in m.__dict__ for m in model.module.modules())
+
+
+def test_a_hook_on_a_module_that_the_reference_forward_skips_is_an_error_not_silence() -> None:
+    model, x = pl.wrap(zoo.build("mamba2")), zoo.tokens()
+    norm = model.module.get_submodule(model.adapter.quick_paths()[0]).norm
+    handle = norm.register_forward_hook(lambda module, args, out: out * 2)
+    inside = "blocks.0.mixer.hook_ssm_state"
+    with pytest.raises(pl.InputError, match="hook stands on 'norm' inside a Mamba2Mixer"):
+        model.run_with_cache(x, inside)
+    doubled = pl.collect(model, x, SITE)[SITE]
+    handle.remove()
+    assert not torch.allclose(doubled, pl.collect(model, x, SITE)[SITE]), "in the native forward it counts"
+    assert inside in model.run_with_cache(x, inside)[1]

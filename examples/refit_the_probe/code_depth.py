@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 import probelens as pl
+from probelens._settings import at_least
 from probelens.collect import Activations, collect
 from probelens.examples.refit_the_probe.corpus import functions, held_out
 from probelens.examples.refit_the_probe.running import (
@@ -86,6 +87,9 @@ class Config:
     max_rows: int | None = 30000
     device: str = "auto"
     workers: int | None = 1
+
+    def __post_init__(self) -> None:
+        at_least(self, seeds=0, n=5, length=1, max_depth=1, every=1, max_rows=1, workers=1)
 
     def cells(self) -> list[dict[str, Any]]:
         """The settings of each cell on which its numbers depend."""

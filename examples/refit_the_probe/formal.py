@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import probelens as pl
+from probelens._settings import at_least
 from probelens.examples.refit_the_probe.formal_cell import run_cell
 from probelens.examples.refit_the_probe.running import finished_rows, run_cells
 from probelens.examples.refit_the_probe.setup import ARCHS, NAMES, TASKS, TITLES
@@ -68,6 +69,23 @@ class Config:
     n_pairs: int = 200
     controls: int = 20
     workers: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least(
+            self,
+            seeds=0,
+            length=2,
+            lengths=1,
+            steps=1,
+            n_probe=5,
+            n_leace=5,
+            n_inlp=5,
+            n_held=1,
+            n_length=1,
+            n_pairs=1,
+            controls=0,
+            workers=1,
+        )
 
     def cells(self) -> list[dict[str, Any]]:
         """The settings of each cell on which its numbers depend."""

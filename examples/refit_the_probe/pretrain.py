@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 import probelens as pl
+from probelens._settings import at_least
 from probelens.examples.refit_the_probe.corpus import NextToken, functions, held_out, make_tokenizer
 from probelens.examples.refit_the_probe.running import device_of, mixed, quiet, run_cells
 from probelens.experiments import RunRecord, Status, Store
@@ -74,6 +75,20 @@ class Config:
     checkpointing: bool = False
     device: str = "auto"
     workers: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least(
+            self,
+            functions=1,
+            seed=0,
+            vocab=1,
+            n_layers=1,
+            d_model=1,
+            length=2,
+            batch_size=1,
+            steps=1,
+            workers=1,
+        )
 
     def cell(self, arch: str) -> dict[str, Any]:
         """The settings on which one model depends."""

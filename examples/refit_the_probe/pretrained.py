@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import probelens as pl
+from probelens._settings import at_least
 from probelens.collect import collect
 from probelens.examples.refit_the_probe import formal_cell
 from probelens.examples.refit_the_probe.running import (
@@ -95,6 +96,22 @@ class Config:
     controls: int = 20
     device: str = "auto"
     workers: int | None = 1
+
+    def __post_init__(self) -> None:
+        at_least(
+            self,
+            seeds=0,
+            length=2,
+            steps=1,
+            batch_size=1,
+            n_probe=5,
+            n_leace=5,
+            n_inlp=5,
+            n_held=1,
+            n_pairs=1,
+            controls=0,
+            workers=1,
+        )
 
     def cells(self) -> list[dict[str, Any]]:
         """The settings of each cell on which its numbers depend."""

@@ -126,7 +126,8 @@ class RunRecord:
             found = cls(content["recipe"], content["config"], content["cells"], content["versions"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as err:
             raise StoreError(
-                f"{str(path)!r} is damaged: {type(err).__name__}: {err}. Run the recipe again."
+                f"{str(path)!r} is damaged: {type(err).__name__}: {err}. Remove it and run the recipe again: "
+                "what is finished is kept."
             ) from err
         plain = (
             isinstance(found.recipe, str)
@@ -136,7 +137,7 @@ class RunRecord:
             and _strings(list(found.versions.values()))
         )
         if not plain:
-            raise StoreError(f"{str(path)!r} is not the record of a run. Run the recipe again.")
+            raise StoreError(f"{str(path)!r} is not the record of a run. Remove it and run the recipe again.")
         return found
 
 
