@@ -450,6 +450,12 @@ def test_a_draw_without_the_rarest_class_is_no_draw_of_the_same_task() -> None:
     assert (spread.std(0) > 0.01).all()
 
 
+def test_a_class_of_hardly_any_module_has_no_share_in_balanced_accuracy() -> None:
+    asked = torch.tensor([[9.0, 4.0, 0.0], [9.0, 4.0, 2.0], [9.0, 4.0, 0.0], [9.0, 0.0, 0.0]])
+    assert code_depth.counted(asked).tolist() == [True, True, False]
+    assert code_depth.counted(asked[:2]).tolist() == [True, True, True], "with two modules there is no choice"
+
+
 def test_the_tables_of_the_page_are_those_of_its_rows() -> None:
     docs = Path(__file__).resolve().parent.parent / "docs"
     page = (docs / "paper.md").read_text(encoding="utf-8")

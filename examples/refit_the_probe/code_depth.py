@@ -6,9 +6,10 @@
     probelens run paper-code-depth --preset smoke --model FOLDER         seconds; proves that it runs
 
 A cell is one frozen model with its own tokenizer; nothing is trained but probes. Three quarters of all tokens stand at
-depth 0, so what is reported is balanced accuracy, the mean recall of the classes, with intervals over modules, and every
-guess is corrected for how frequent the classes are: log p(class) is taken off the probe's logits. Beside it stand what
-position or the last four tokens alone give, the embedding, and the same architecture untrained.
+depth 0, so what is reported is balanced accuracy: the mean recall of the classes that at least three test modules hold,
+with intervals over modules. Every guess is corrected for how frequent the classes are: log p(class) is taken off the
+probe's logits. Beside it stand what position or the last four tokens alone give, the embedding, and the same
+architecture untrained.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ __all__ = ["PRESETS", "Config", "report", "run"]
 FREE = ("out", "model", "seeds", "workers")
 LABELS = ("depth", "indent")
 DRAWS = 1000
+LEAST = 3  # modules: the recall of a class that fewer of the test modules hold is that of a function or two
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,11 +187,13 @@ class Readings:
         balanced: Balanced accuracy at each site. (site,)
         drawn: The same of resampled modules. (draw, site)
         guesses: Balanced accuracy of guesses that don't read the model.
+        classes: The classes that count.
     """
 
     balanced: Tensor
     drawn: Tensor
     guesses: dict[str, float]
+    classes: tuple[int, ...]
 
     @classmethod
     def of(cls, found: pl.ProbeResult, acts: Activations, batch: Batch, label: str, seed: int) -> Readings:
@@ -205,12 +209,14 @@ class Readings:
             logits = acts[site][split.test] @ found.coef(site, label).T + found.intercept(site, label)
             right, asked = recalls((logits - prior).argmax(-1), test, label, len(prior))
             hits.append(right)
-        balanced = torch.stack([(right.sum(0) / asked.sum(0)).nanmean() for right in hits])
+        kept = counted(asked)
+        balanced = torch.stack([(right.sum(0) / asked.sum(0))[kept].mean() for right in hits])
         guesses = {}
         for name, w in (("majority", -1), ("position", 0), ("last_w", 4)):
             right, asked = recalls(guess(train, test, label, w, len(prior)), test, label, len(prior))
-            guesses[name] = float((right.sum(0) / asked.sum(0)).nanmean())
-        return cls(balanced, resampled(torch.stack(hits), asked, seed), guesses)
+            guesses[name] = float((right.sum(0) / asked.sum(0))[kept].mean())
+        drawn = resampled(torch.stack(hits)[..., kept], asked[:, kept], seed)
+        return cls(balanced, drawn, guesses, tuple(kept.nonzero().flatten().tolist()))
 
 
 def guess(train: Batch, test: Batch, label: str, w: int, n_classes: int) -> Tensor:
@@ -254,7 +260,7 @@ def measured(found: pl.ProbeResult, own: Readings, bare: Readings, label: str) -
         row = found.row(site, label)
         rows.append({
             **{k: row[k] for k in ("site", "layer", "label", "accuracy", "lo", "hi", "n_test", "majority", "position", "last_w")},
-            "kind": "probe", "balanced_accuracy": float(own.balanced[i]), "balanced_lo": float(low[i]),
+            "kind": "probe", "classes": " ".join(map(str, own.classes)), "balanced_accuracy": float(own.balanced[i]), "balanced_lo": float(low[i]),
             "balanced_hi": float(high[i]), "untrained_balanced": float(bare.balanced[i]),
             **{f"{name}_balanced": value for name, value in own.guesses.items()},
         })  # fmt: skip
@@ -274,6 +280,19 @@ def recalls(guess: Tensor, test: Batch, label: str, n_classes: int) -> tuple[Ten
     hit = (guess == truth)[keep].double()
     right = torch.bincount(cell, weights=hit, minlength=size)
     return right.reshape(-1, n_classes), torch.bincount(cell, minlength=size).double().reshape(-1, n_classes)
+
+
+def counted(asked: Tensor) -> Tensor:
+    """Which classes enough modules hold for their recall to be worth a share of the mean; all that any holds if too few are.
+
+    Args:
+        asked: Positions of each class in each module. (module, class)
+
+    Returns:
+        (class,) bool
+    """
+    held = (asked > 0).sum(0)
+    return held >= LEAST if int((held >= LEAST).sum()) > 1 else held > 0
 
 
 def resampled(hits: Tensor, counts: Tensor, seed: int) -> Tensor:

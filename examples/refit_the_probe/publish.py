@@ -95,7 +95,7 @@ def code_table(rows: pd.DataFrame) -> str:
     """Balanced accuracy by layer of each model, beside what needs no model."""
     found = rows[rows["kind"] == "probe"]
     lines = [
-        "| model, label | layers | balanced accuracy, embedding first (untrained) | position / last 4 tokens | verdict |",
+        "| model, label and classes | layers | balanced accuracy, embedding first (untrained) | position / last 4 tokens | verdict |",
         "|---|---|---|---|---|",
     ]
     verdicts = {(r.model, r.seed, r.label): r.verdict for r in each(rows[rows["kind"] == "indices"])}
@@ -106,7 +106,7 @@ def code_table(rows: pd.DataFrame) -> str:
         first = part.iloc[0]
         guesses = f"{first['position_balanced']:.2f} / {first['last_w_balanced']:.2f}"
         lines.append(
-            f"| {model}, {label} | {layers} | {values} | {guesses} | {verdicts[(model, seed, label)]} |"
+            f"| {model}, {label} {first['classes']} | {layers} | {values} | {guesses} | {verdicts[(model, seed, label)]} |"
         )
     return "\n".join(lines) + "\n"
 
