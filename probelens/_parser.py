@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
         """Refuse options and arguments that the command doesn't have."""
         options = [o for action in self._actions for o in action.option_strings]
         options += [f"--{name.replace('_', '-')}" for name in settings]
-        near = nearest(words[0].partition("=")[0], options)
+        near = nearest(words[0].partition("=")[0], list(dict.fromkeys(options)))
         hint = f" Nearest: {', '.join(near)}" if near else ""
         self.error(f"{self.prog} doesn't take {' '.join(words)}.{hint}")
 

@@ -426,6 +426,9 @@ def test_config_makes_the_same_task_again(task: Task, oracle: Oracle) -> None:
 def test_make_takes_names_in_any_spelling_and_groups() -> None:
     assert repr(make("flip-flop")) == repr(make("FlipFlop")) == repr(FlipFlop())
     assert make("a5").name == "A5"
+    with pytest.raises(InputError, match=r"Allowed: 'parity', .*'flip_flop', 'code_depth', 'S3'") as caught:
+        make("nosuch")
+    assert "groupwords" not in str(caught.value), "a name that fails without more is no advice"
     with pytest.raises(InputError, match="unknown task 'parety'. Nearest: 'parity'"):
         make("parety")
     with pytest.raises(InputError, match="Parity can't be made.*max_depth"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,7 +62,15 @@ def make(config: Mapping[str, Any] | str, **options: Any) -> Task:
     key = str(name).replace("_", "").replace("-", "").lower()
     if key not in classes and key[:1] in "zsa" and key[1:].isdigit():
         key, options = "groupwords", {"group": key.upper(), **options}
-    cls = classes[key] if key in classes else classes[choice("task", name, tuple(classes))]
+    if key not in classes:
+        snake = (
+            re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
+            for cls in _TASKS
+            if cls is not GroupWords
+        )
+        # The words of a group go by the group's name.
+        choice("task", name, (*snake, "S3", "Z5", "A5"))
+    cls = classes[key]
     try:
         return cls(**options)
     except TypeError as err:
