@@ -169,8 +169,13 @@ class Result:
             with safe_open(path, framework="pt") as file:
                 header = (file.metadata() or {}).get(_KEY)
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError, ValueError) as err:
+        except FileNotFoundError as err:
             raise StoreError(f"can't read {str(path)!r} as a {cls.__name__}: {err}") from err
+        except (OSError, SafetensorError, ValueError) as err:
+            raise StoreError(
+                f"can't read {str(path)!r} as a {cls.__name__}: {err}. If it belongs to a run, remove that "
+                "cell's folder and give the same command again."
+            ) from err
         if header is None:
             raise StoreError(
                 f"{str(path)!r} is a safetensors file but not a probelens result. "
