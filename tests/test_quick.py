@@ -105,9 +105,16 @@ def test_half_precision_is_left_to_the_native_forward() -> None:
 
 def test_the_native_forward_is_back_after_an_exception() -> None:
     model = pl.wrap(zoo.build("mamba2"))
-    with pytest.raises(ZeroDivisionError), quick(model):
-        assert any("forward" in m.__dict__ for m in model.module.modules()), "there is something to put back"
-        raise ZeroDivisionError
+
+    def fail_inside() -> None:
+        with quick(model):
+            assert any("forward" in m.__dict__ for m in model.module.modules()), (
+                "there is something to put back"
+            )
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
     assert all("forward" not in m.__dict__ for m in model.module.modules())
 
 
