@@ -18,11 +18,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from probelens import _pages
+from probelens import _pages, _scan_compiled
 from probelens._tap import run_between
 from probelens.errors import InputError, ShapeError
 
-__all__ = ["ScanOutput", "scan_stopping", "selective_scan"]
+__all__ = ["ScanOutput", "fused_kernel", "scan_stopping", "selective_scan"]
 
 StateFn = Callable[[int, Tensor], Tensor]
 
@@ -61,6 +61,8 @@ def selective_scan(
 
     The fused method never holds more than about sqrt(pos) states, in forward and in backward: backward
     starts from saved states and recomputes the ones between (a backward with ``create_graph`` holds all).
+    Where a gradient is wanted on a CPU and numba is installed, large inputs go through compiled loops, which
+    take a quarter of the time (`fused_kernel`).
     The method "steps" is the same recurrence in plain autograd operations, one step after the other, for
     functorch transforms; it holds every state.
 
@@ -110,6 +112,36 @@ def selective_scan(
         if D is not None:
             y = torch.addcmul(y, x, D.to(dtype))
     return ScanOutput(y, last.transpose(1, 2), states.permute(1, 0, 3, 2) if read_states else None)
+
+
+def fused_kernel(x: Tensor, A: Tensor) -> Literal["numba", "torch"]:
+    """What carries out the fused scan, and its gradient, when one is wanted.
+
+    "numba" are compiled loops, which come with ``pip install "probelens[fast]"``: for float32 on a CPU, from a million
+    numbers (batch * pos * d_inner * d_state) on, and only where no state is read. "torch" are PyTorch's operations,
+    always there. Both give the same numbers but for rounding.
+
+    Args:
+        x: What would be written. (batch, pos, d_inner)
+        A: Decay rates. (d_inner, d_state)
+
+    Returns:
+        "numba" or "torch".
+
+    Raises:
+        ShapeError: Shapes that don't fit together.
+
+    Examples:
+        >>> import torch
+        >>> fused_kernel(torch.ones(1, 3, 8), -torch.ones(8, 16))  # too small to be worth it
+        'torch'
+    """
+    if x.ndim != 3 or A.ndim != 2 or x.shape[2] != len(A):
+        raise ShapeError(
+            "x must be (batch, pos, d_inner) and A (d_inner, d_state), "
+            f"got {tuple(x.shape)} and {tuple(A.shape)}"
+        )
+    return "numba" if _scan_compiled.usable(x, A.T) else "torch"
 
 
 def scan_stopping(
@@ -257,11 +289,19 @@ class _FusedScan(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         batch, length, channels = u.shape
         d_state = A.shape[0]
+        ctx.keep = keep
+        saving = any(ctx.needs_input_grad)
+        if saving and not keep and _scan_compiled.usable(u, A):
+            y, last = _scan_compiled.forward(u, dt, A, B, C, first)
+            ctx.save_for_backward(u, dt, A, B, C, first, u.new_empty(0))
+            ctx.plan = None
+            states = u.new_empty(0)
+            ctx.mark_non_differentiable(states)
+            return y, last, states
         block, chunk, span = _plan(batch, length, d_state * channels, u.device.type)
         y = u.new_empty(u.shape)
         last = u.new_empty(batch, d_state, channels)
         states = _pages.empty(u, (length, batch, d_state, channels)) if keep else u.new_empty(0)
-        saving = any(ctx.needs_input_grad)
         saved = u.new_empty((-(-length // span), batch, d_state, channels) if saving else 0)
         shape = (chunk, min(block, batch), d_state, channels)
         decay = u.new_empty(shape)
@@ -284,7 +324,6 @@ class _FusedScan(torch.autograd.Function):
         if saving:
             ctx.save_for_backward(u, dt, A, B, C, first, saved)
         ctx.plan = block, chunk, span
-        ctx.keep = keep
         if not keep:
             ctx.mark_non_differentiable(states)
         return y, last, states
@@ -298,7 +337,10 @@ class _FusedScan(torch.autograd.Function):
         with torch.autocast(saved.device.type, enabled=False):
             if torch.is_grad_enabled():  # create_graph=True: somebody wants second derivatives
                 return _differentiable_backward(inputs, ctx.needs_input_grad, grads)
-            u, dt, A, B, C, _ = inputs
+            u, dt, A, B, C, first = inputs
+            if ctx.plan is None:
+                found = _scan_compiled.backward(u, dt, A, B, C, first, grad_y, grad_last)
+                return (*(g if need else None for g, need in zip(found, ctx.needs_input_grad)), None)
             return _backward(ctx, u, dt, A, B, C, saved, grad_y, grad_last, grad_states if ctx.keep else None)
 
 

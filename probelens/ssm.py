@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from probelens._scan import ScanOutput, compute_dtype, scan_stopping, selective_scan
+from probelens._scan import ScanOutput, compute_dtype, fused_kernel, scan_stopping, selective_scan
 from probelens._ssd import ssd_scan, ssd_stopping
 from probelens._tap import KernelPoint, NullTap, Tap, give, offer, segments, steps_to_offer
 from probelens.errors import InputError, ShapeError
@@ -26,6 +26,7 @@ __all__ = [
     "ScanOutput",
     "Tap",
     "causal_conv",
+    "fused_kernel",
     "is_mamba2",
     "mamba2_mixer",
     "mamba_mixer",

@@ -194,7 +194,7 @@ ELSEWHERE = {
     "rnn.rnn_forward": "test_rnn", "rnn.cell_points": "test_rnn", "rnn.rnn_points": "test_rnn",
     "rnn.cell_forward": "test_rnn", "ssm.causal_conv": "test_properties", "ssm.is_mamba2": "test_ssm",
     "ssm.mamba2_mixer": "test_ssm", "ssm.mamba_mixer": "test_ssm", "ssm.mamba_step": "test_ssm",
-    "ssm.segments": "test_ssm_scan", "ssm.selective_scan": "test_ssm_scan", "ssm.ssd_scan": "test_ssm_scan",
+    "ssm.fused_kernel": "test_ssm_scan", "ssm.segments": "test_ssm_scan", "ssm.selective_scan": "test_ssm_scan", "ssm.ssd_scan": "test_ssm_scan",
 }  # fmt: skip
 
 

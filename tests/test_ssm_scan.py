@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -12,9 +14,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from probelens import _scan, _ssd, _tap
+from probelens import _scan, _scan_compiled, _ssd, _tap
 from probelens.errors import InputError, ShapeError
-from probelens.ssm import segments, selective_scan, ssd_scan
+from probelens.ssm import fused_kernel, segments, selective_scan, ssd_scan
 
 
 def scan_inputs(
@@ -71,6 +73,165 @@ def plan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     if request.param != "one block":
         monkeypatch.setattr(_scan, "_CPU_ELEMENTS", 12)
     return str(request.param)
+
+
+SHAPES = {
+    "narrower than a piece": (2, 7, 5, 3), "pieces that don't divide the channels": (3, 9, 40, 2),
+    "one state dimension": (2, 5, 17, 1), "one position": (4, 1, 16, 4), "one example": (1, 12, 33, 16),
+}  # fmt: skip
+
+
+class TestCompiled:
+    """numba's loops against PyTorch's operations, and against float64."""
+
+    @pytest.fixture(autouse=True)
+    def on_small_inputs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert _scan_compiled.kernels() is not None
+        monkeypatch.setattr(_scan_compiled, "_FEWEST_ELEMENTS", 1)
+        monkeypatch.setattr(_scan_compiled, "_WIDEST", 16)
+
+    def run(self, inputs: list[Tensor], index: int | None = None) -> list[Tensor | None]:
+        inputs = [
+            t.detach().clone().requires_grad_(index is None or i == index) for i, t in enumerate(inputs)
+        ]
+        out = selective_scan(*inputs)
+        weight = torch.linspace(-1, 2, out.y.numel(), dtype=out.y.dtype).view_as(out.y)
+        ((out.y * weight).sum() + out.state.square().sum()).backward()
+        return [out.y.detach(), out.state.detach(), *(t.grad for t in inputs)]
+
+    def compiled_calls(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        calls: list[str] = []
+        for name in ("forward", "backward"):
+            kept = getattr(_scan_compiled, name)
+            monkeypatch.setattr(
+                _scan_compiled, name, lambda *a, kept=kept, name=name: calls.append(name) or kept(*a)
+            )
+        return calls
+
+    @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+    def test_values_and_gradients_equal_float64(
+        self, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        calls = self.compiled_calls(monkeypatch)
+        found = self.run(scan_inputs(*shape, dtype=torch.float32))
+        assert calls == ["forward", "backward"]
+        exact = self.run([t.float().double() for t in scan_inputs(*shape, dtype=torch.float32)])
+        assert calls == ["forward", "backward"]  # float64 goes through PyTorch's operations
+        for a, b in zip(found, exact, strict=True):
+            assert a is not None
+            assert b is not None
+            torch.testing.assert_close(a.double(), b, atol=2e-6 * float(b.abs().max()), rtol=0)
+
+    def test_each_input_alone_gets_its_gradient(self) -> None:
+        inputs = scan_inputs(3, 6, 20, 4, dtype=torch.float32)
+        together = self.run(inputs)[2:]
+        for index in range(7):
+            grads = self.run(inputs, index)[2:]
+            assert [g is not None for g in grads] == [i == index for i in range(7)]
+            torch.testing.assert_close(grads[index], together[index])
+
+    def test_threads_share_the_examples_out(self) -> None:
+        inputs = scan_inputs(5, 6, 20, 4, dtype=torch.float32)
+        alone = self.run(inputs)
+        before = torch.get_num_threads()
+        torch.set_num_threads(3)
+        try:
+            for a, b in zip(alone, self.run(inputs), strict=True):
+                torch.testing.assert_close(a, b)
+        finally:
+            torch.set_num_threads(before)
+
+    def test_layouts_that_are_not_contiguous(self) -> None:
+        x, dt, A, B, C, D, first = (t.detach() for t in scan_inputs(3, 6, 20, 4, dtype=torch.float32))
+        strided = [
+            x.mT.contiguous().mT,
+            dt[..., :1].expand_as(dt),
+            A.T.contiguous().T,
+            B.flip(1),
+            C,
+            D,
+            first,
+        ]
+        plain = [t.contiguous() for t in strided]
+        for a, b in zip(self.run(strided), self.run(plain), strict=True):
+            torch.testing.assert_close(a, b)
+
+    def test_decays_that_vanish_and_states_that_are_not_numbers(self) -> None:
+        x, dt, A, B, C, D, first = (t.detach() for t in scan_inputs(2, 6, 20, 4, dtype=torch.float32))
+        vanishing = self.run([x, dt + 200, A - 1, B, C, D, first])
+        assert all(v is not None and bool(v.isfinite().all()) for v in vanishing)
+        # Only what is written remains of a state whose decay is e^-200.
+        torch.testing.assert_close(
+            vanishing[1], (dt + 200)[:, -1, :, None] * (x[:, -1, :, None] * B[:, -1, None])
+        )
+        x[1, 2, 3] = torch.nan
+        y = self.run([x, dt, A, B, C, D, first])[0]
+        assert y is not None
+        assert bool(y[1, 2:, 3].isnan().all())
+        assert int(y.isnan().sum()) == 4
+
+    def test_second_derivatives_are_there(self) -> None:
+        inputs = [t.detach().requires_grad_() for t in scan_inputs(2, 4, 3, 2, dtype=torch.float32)]
+
+        def twice(method: Any) -> Tensor:
+            y = selective_scan(*inputs, method=method).y
+            (grad,) = torch.autograd.grad(y.square().sum(), inputs[1], create_graph=True)
+            return torch.autograd.grad(grad.square().sum(), inputs[0])[0]
+
+        torch.testing.assert_close(twice("fused"), twice("steps"))
+
+    def test_only_where_a_gradient_is_wanted_and_no_state_is_read(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        calls = self.compiled_calls(monkeypatch)
+        inputs = scan_inputs(dtype=torch.float32)
+        selective_scan(*(t.detach() for t in inputs))
+        selective_scan(*inputs, read_states=True).y.sum().backward()
+        selective_scan(*inputs, method="steps").y.sum().backward()
+        assert calls == []
+        selective_scan(*inputs).y.sum().backward()
+        assert calls == ["forward", "backward"]
+
+    def test_which_one_runs_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        x, A = torch.ones(2, 7, 3), -torch.ones(3, 4)
+        assert fused_kernel(x, A) == "numba"
+        assert fused_kernel(x.double(), A.double()) == "torch"
+        assert fused_kernel(x.to("meta"), A) == "torch"
+        assert (
+            fused_kernel(torch.empty(1, 1 << 19, 3), A) == "torch"
+        )  # the states of a piece would take 128 MiB
+        monkeypatch.setattr(_scan_compiled, "_FEWEST_ELEMENTS", 2 * 7 * 3 * 4 + 1)
+        assert fused_kernel(x, A) == "torch"
+        with pytest.raises(ShapeError, match=r"\(2, 7, 3\) and \(4, 3\)"):
+            fused_kernel(x, A.T)
+
+    @pytest.mark.parametrize("broken", [False, True])
+    def test_without_numba_pytorch_runs(self, broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        inputs = scan_inputs(dtype=torch.float32)
+        compiled = self.run(inputs)
+        calls = self.compiled_calls(monkeypatch)
+        monkeypatch.setattr(_scan_compiled, "kernels", _scan_compiled.kernels.__wrapped__)
+        monkeypatch.setitem(sys.modules, "numba", None)
+        if broken:
+            monkeypatch.setattr("builtins.__import__", _refusing("numba"))
+            with pytest.warns(UserWarning, match="Numba needs NumPy .* PyTorch's operations run instead"):
+                assert fused_kernel(inputs[0], inputs[2]) == "torch"
+            monkeypatch.setattr(_scan_compiled, "kernels", lambda: None)
+        plain = self.run(inputs)
+        assert calls == []
+        for a, b in zip(compiled, plain, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def _refusing(name: str) -> Any:
+    kept = builtins.__import__
+
+    def refuse(asked: str, *args: Any, **kwargs: Any) -> Any:
+        if asked == name:
+            raise SystemError("Numba needs NumPy 2.3 or less")
+        return kept(asked, *args, **kwargs)
+
+    return refuse
 
 
 class TestSelectiveScan:

@@ -42,6 +42,11 @@ def train_step(size: str, device: str) -> Work:
         with model.backend("reference"):
             return step(module)
 
+    channels = 2 * width
+    kernel = pl.ssm.fused_kernel(
+        x.new_empty(batch, length, channels, dtype=torch.float), x.new_empty(channels, 16)
+    )
+
     def compare(results: dict[str, Any]) -> dict[str, float]:
         mine = results[OURS]
         found = {
@@ -56,7 +61,7 @@ def train_step(size: str, device: str) -> Work:
         {OURS: ours, **{name: partial(step, peer) for name, peer in peers.items()}},
         compare,
         {"gradient": 1e-3, "gradient (mambapy)": 1e-3, "loss": 1e-5},
-        note=f"4 layers, d {width}, {batch} × {length}",
+        note=f"4 layers, d {width}, {batch} × {length}; scan: {kernel}",
     )
 
 
