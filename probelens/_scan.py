@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from probelens import _pages, _scan_compiled
+from probelens import _compiled, _pages
 from probelens._tap import run_between
 from probelens.errors import InputError, ShapeError
 
@@ -141,7 +141,7 @@ def fused_kernel(x: Tensor, A: Tensor) -> Literal["numba", "torch"]:
             "x must be (batch, pos, d_inner) and A (d_inner, d_state), "
             f"got {tuple(x.shape)} and {tuple(A.shape)}"
         )
-    return "numba" if _scan_compiled.usable(x, A.T) else "torch"
+    return "numba" if _compiled.suits_scan(x, A.T) else "torch"
 
 
 def scan_stopping(
@@ -291,8 +291,8 @@ class _FusedScan(torch.autograd.Function):
         d_state = A.shape[0]
         ctx.keep = keep
         saving = any(ctx.needs_input_grad)
-        if saving and not keep and _scan_compiled.usable(u, A):
-            y, last = _scan_compiled.forward(u, dt, A, B, C, first)
+        if saving and not keep and _compiled.suits_scan(u, A):
+            y, last = _compiled.scan(u, dt, A, B, C, first)
             ctx.save_for_backward(u, dt, A, B, C, first, u.new_empty(0))
             ctx.plan = None
             states = u.new_empty(0)
@@ -339,7 +339,7 @@ class _FusedScan(torch.autograd.Function):
                 return _differentiable_backward(inputs, ctx.needs_input_grad, grads)
             u, dt, A, B, C, first = inputs
             if ctx.plan is None:
-                found = _scan_compiled.backward(u, dt, A, B, C, first, grad_y, grad_last)
+                found = _compiled.scan_gradients(u, dt, A, B, C, first, grad_y, grad_last)
                 return (*(g if need else None for g, need in zip(found, ctx.needs_input_grad)), None)
             return _backward(ctx, u, dt, A, B, C, saved, grad_y, grad_last, grad_states if ctx.keep else None)
 

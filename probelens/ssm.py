@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from probelens._conv import causal_conv
 from probelens._scan import ScanOutput, compute_dtype, fused_kernel, scan_stopping, selective_scan
 from probelens._ssd import ssd_scan, ssd_stopping
 from probelens._tap import KernelPoint, NullTap, Tap, give, offer, segments, steps_to_offer
@@ -282,56 +283,6 @@ def mamba_step(
         module, hidden[:, None], tap, conv_state=conv, ssm_state=ssm, return_state=True, offset=offset
     )
     return out[:, 0], after
-
-
-def causal_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None = None, *, need_state: bool = True
-) -> tuple[Tensor, Tensor]:
-    """A convolution along positions, each channel by itself, each position seeing itself and those before.
-
-    Args:
-        x: Input. (batch, pos, channel)
-        weight: Kernel, last position last. (channel, 1, kernel size) or (channel, kernel size)
-        bias: (channel,)
-        state: Inputs before ``x``, latest last; zero if None. (batch, channel, kernel size or one less)
-        need_state: False to skip the second result, which is then empty.
-
-    Returns:
-        Output (batch, pos, channel), and the last inputs, as a later call's ``state``
-        (batch, channel, kernel size).
-
-    Raises:
-        ShapeError: A state of another shape.
-
-    Examples:
-        >>> import torch
-        >>> x = torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1)
-        >>> causal_conv(x, torch.tensor([[10.0, 1.0]]), None)[0].flatten()
-        tensor([ 1., 12., 23.])
-    """
-    weight = weight.squeeze(1) if weight.ndim == 3 else weight
-    batch, length, channels = x.shape
-    size = weight.shape[1]
-    if state is None:
-        padded = F.pad(x, (0, 0, size, 0))
-    else:
-        if state.shape[:2] != (batch, channels) or state.shape[2] not in (size, size - 1):
-            raise ShapeError(
-                f"conv_state has shape {tuple(state.shape)}, allowed are ({batch}, {channels}, {size}) "
-                f"and ({batch}, {channels}, {size - 1})"
-            )
-        state = F.pad(state, (size - state.shape[2], 0)).to(device=x.device, dtype=x.dtype)
-        padded = torch.cat([state.transpose(1, 2), x], dim=1)
-    after = padded[:, -size:].transpose(1, 2).contiguous() if need_state else x.new_empty(0)
-    if x.dtype in (torch.float32, torch.float64):
-        # A few shifted sums: forward and backward together take half as long as a grouped convolution.
-        out = padded[:, 1 : length + 1] * weight[:, 0]
-        for k in range(1, size):
-            out = torch.addcmul(out, padded[:, k + 1 : k + 1 + length], weight[:, k])
-        return (out if bias is None else out + bias), after
-    taken = padded[:, 1:].transpose(1, 2).to(weight.dtype)
-    out = F.conv1d(taken, weight[:, None], bias, groups=channels)
-    return out.transpose(1, 2).to(x.dtype), after
 
 
 def _tapped_scan(

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from probelens import _scan, _scan_compiled, _ssd, _tap
+from probelens import _compiled, _scan, _ssd, _tap
 from probelens.errors import InputError, ShapeError
-from probelens.ssm import fused_kernel, segments, selective_scan, ssd_scan
+from probelens.ssm import causal_conv, fused_kernel, segments, selective_scan, ssd_scan
 
 
 def scan_inputs(
@@ -86,9 +86,9 @@ class TestCompiled:
 
     @pytest.fixture(autouse=True)
     def on_small_inputs(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert _scan_compiled.kernels() is not None
-        monkeypatch.setattr(_scan_compiled, "_FEWEST_ELEMENTS", 1)
-        monkeypatch.setattr(_scan_compiled, "_WIDEST", 16)
+        assert _compiled.kernels() is not None
+        monkeypatch.setattr(_compiled, "_FEWEST_ELEMENTS", 1)
+        monkeypatch.setattr(_compiled, "_WIDEST", 16)
 
     def run(self, inputs: list[Tensor], index: int | None = None) -> list[Tensor | None]:
         inputs = [
@@ -101,10 +101,10 @@ class TestCompiled:
 
     def compiled_calls(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         calls: list[str] = []
-        for name in ("forward", "backward"):
-            kept = getattr(_scan_compiled, name)
+        for name in ("scan", "scan_gradients"):
+            kept = getattr(_compiled, name)
             monkeypatch.setattr(
-                _scan_compiled, name, lambda *a, kept=kept, name=name: calls.append(name) or kept(*a)
+                _compiled, name, lambda *a, kept=kept, name=name: calls.append(name) or kept(*a)
             )
         return calls
 
@@ -114,9 +114,9 @@ class TestCompiled:
     ) -> None:
         calls = self.compiled_calls(monkeypatch)
         found = self.run(scan_inputs(*shape, dtype=torch.float32))
-        assert calls == ["forward", "backward"]
+        assert calls == ["scan", "scan_gradients"]
         exact = self.run([t.float().double() for t in scan_inputs(*shape, dtype=torch.float32)])
-        assert calls == ["forward", "backward"]  # float64 goes through PyTorch's operations
+        assert calls == ["scan", "scan_gradients"]  # float64 goes through PyTorch's operations
         for a, b in zip(found, exact, strict=True):
             assert a is not None
             assert b is not None
@@ -190,7 +190,7 @@ class TestCompiled:
         selective_scan(*inputs, method="steps").y.sum().backward()
         assert calls == []
         selective_scan(*inputs).y.sum().backward()
-        assert calls == ["forward", "backward"]
+        assert calls == ["scan", "scan_gradients"]
 
     def test_which_one_runs_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
         x, A = torch.ones(2, 7, 3), -torch.ones(3, 4)
@@ -200,7 +200,7 @@ class TestCompiled:
         assert (
             fused_kernel(torch.empty(1, 1 << 19, 3), A) == "torch"
         )  # the states of a piece would take 128 MiB
-        monkeypatch.setattr(_scan_compiled, "_FEWEST_ELEMENTS", 2 * 7 * 3 * 4 + 1)
+        monkeypatch.setattr(_compiled, "_FEWEST_ELEMENTS", 2 * 7 * 3 * 4 + 1)
         assert fused_kernel(x, A) == "torch"
         with pytest.raises(ShapeError, match=r"\(2, 7, 3\) and \(4, 3\)"):
             fused_kernel(x, A.T)
@@ -210,17 +210,88 @@ class TestCompiled:
         inputs = scan_inputs(dtype=torch.float32)
         compiled = self.run(inputs)
         calls = self.compiled_calls(monkeypatch)
-        monkeypatch.setattr(_scan_compiled, "kernels", _scan_compiled.kernels.__wrapped__)
+        monkeypatch.setattr(_compiled, "kernels", _compiled.kernels.__wrapped__)
         monkeypatch.setitem(sys.modules, "numba", None)
         if broken:
             monkeypatch.setattr("builtins.__import__", _refusing("numba"))
             with pytest.warns(UserWarning, match="Numba needs NumPy .* PyTorch's operations run instead"):
                 assert fused_kernel(inputs[0], inputs[2]) == "torch"
-            monkeypatch.setattr(_scan_compiled, "kernels", lambda: None)
+            monkeypatch.setattr(_compiled, "kernels", lambda: None)
         plain = self.run(inputs)
         assert calls == []
         for a, b in zip(compiled, plain, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+class TestCompiledConvolution:
+    @pytest.fixture(autouse=True)
+    def on_small_inputs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_compiled, "_FEWEST_ELEMENTS", 1)
+
+    @pytest.fixture
+    def calls(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        calls: list[str] = []
+        for name in ("conv", "conv_gradients"):
+            kept = getattr(_compiled, name)
+            monkeypatch.setattr(
+                _compiled, name, lambda *a, kept=kept, name=name: calls.append(name) or kept(*a)
+            )
+        return calls
+
+    def inputs(self, size: int, bias: bool, dtype: torch.dtype = torch.float32) -> list[Tensor | None]:
+        g = torch.Generator().manual_seed(size)
+        x, weight, b = (torch.randn(*s, generator=g).to(dtype) for s in ((3, 6, 20), (20, 1, size), (20,)))
+        return [x.requires_grad_(), weight.requires_grad_(), b.requires_grad_() if bias else None]
+
+    def run(self, inputs: list[Any], **options: Any) -> list[Tensor]:
+        y = causal_conv(*inputs, **{"need_state": False, **options})[0]
+        (y * torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
+        return [y.detach(), *(v.grad for v in inputs if v is not None and v.grad is not None)]
+
+    @pytest.mark.parametrize("bias", [True, False])
+    @pytest.mark.parametrize("size", [1, 2, 4, 9])
+    def test_values_and_gradients_equal_conv1d_in_float64(
+        self, size: int, bias: bool, calls: list[str]
+    ) -> None:
+        found = self.run(self.inputs(size, bias))
+        assert calls == ["conv", "conv_gradients"]
+        exact = self.inputs(size, bias, torch.float64)
+        x, weight, b = exact
+        assert x is not None
+        y = F.conv1d(F.pad(x.mT, (size - 1, 0)), weight, b, groups=20).mT
+        (y * torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
+        for a, c in zip(found, [y, *(v.grad for v in exact if v is not None)], strict=True):
+            assert c is not None
+            torch.testing.assert_close(a.double(), c, atol=1e-6 * float(c.detach().abs().max()), rtol=0)
+
+    def test_the_plain_way_where_a_state_comes_or_goes_or_no_gradient_is_wanted(
+        self, calls: list[str]
+    ) -> None:
+        for options in ({"need_state": True}, {"state": torch.zeros(3, 20, 4)}):
+            self.run(self.inputs(4, True), **options)
+        self.run(self.inputs(4, True, torch.float64))
+        with torch.no_grad():
+            causal_conv(*self.inputs(4, True), need_state=False)
+        assert calls == []
+        self.run(self.inputs(4, True))
+        assert calls == ["conv", "conv_gradients"]
+
+    def test_sizes_that_do_not_fit_are_pytorch_s_error_as_before(self, calls: list[str]) -> None:
+        x, weight, bias = self.inputs(4, True)
+        for wrong in ((x, weight[:10], bias), (x, weight, bias[:10])):
+            with pytest.raises(RuntimeError, match="must match the size of tensor"):
+                causal_conv(*wrong, need_state=False)
+        assert calls == []
+
+    def test_second_derivatives_are_there(self, calls: list[str]) -> None:
+        found = []
+        for dtype in (torch.float32, torch.float64):
+            x, weight, bias = self.inputs(4, True, dtype)
+            y = causal_conv(x, weight, bias, need_state=False)[0]
+            (grad,) = torch.autograd.grad(y.pow(3).sum(), weight, create_graph=True)
+            found.append(torch.autograd.grad(grad.square().sum(), x)[0])
+        torch.testing.assert_close(found[0].double(), found[1], atol=1e-4, rtol=1e-4)
+        assert calls[0] == "conv"
 
 
 def _refusing(name: str) -> Any:

@@ -1,22 +1,22 @@
-"""Mamba's fused scan and its gradient as loops that numba compiles, for training on a CPU.
+"""Loops that numba compiles, for training Mamba on a CPU: the selective scan, the convolution before it, their gradients.
 
-The same recurrence as `probelens._scan`, in its layout. One example and a few channels are run over the whole
-sequence at a time, so that what a step needs stays in the first-level cache; backward runs forward again and
-keeps only that piece's states. numba comes with the extra ``probelens[fast]``; without it PyTorch's operations run.
+The scan is the recurrence of `probelens._scan`, in its layout. One example and a few channels are run over the whole
+sequence at a time, so that what a step needs stays in the first-level cache; backward runs forward again and keeps
+only that piece's states. numba comes with the extra ``probelens[fast]``; without it PyTorch's operations run.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["backward", "forward", "usable"]
+__all__ = ["conv", "conv_gradients", "kernels", "scan", "scan_gradients", "suits_conv", "suits_scan"]
 
 # Loading the compiled loops takes a tenth of a second, compiling them seconds, once per installation.
 _FEWEST_ELEMENTS = 1 << 20
@@ -27,23 +27,40 @@ _NARROWEST, _WIDEST = 16, 256
 
 
 class _Kernels(NamedTuple):
-    forward: Callable[..., None]
-    backward: Callable[..., None]
+    scan: Callable[..., None]
+    scan_gradients: Callable[..., None]
+    conv: Callable[..., None]
+    conv_gradients: Callable[..., None]
 
 
-def usable(u: Tensor, A: Tensor) -> bool:
+def suits_scan(u: Tensor, A: Tensor) -> bool:
     """Whether the compiled loops can run the scan, and are worth it.
 
     Args:
         u: What is written. (batch, pos, channel)
         A: Decay rates. (state, channel)
     """
-    if u.device.type != "cpu" or u.dtype != torch.float32 or u.numel() * A.shape[0] < _FEWEST_ELEMENTS:
+    within = u.shape[1] * A.shape[0] * _NARROWEST <= _MOST_FLOATS
+    return within and _suits(u, u.numel() * A.shape[0])
+
+
+def suits_conv(x: Tensor, weight: Tensor) -> bool:
+    """Whether the compiled loops can run the convolution, and are worth it.
+
+    Args:
+        x: Input. (batch, pos, channel)
+        weight: Kernel. (channel, kernel size)
+    """
+    return _suits(x, x.numel() * weight.shape[1])
+
+
+def _suits(x: Tensor, elements: int) -> bool:
+    if x.device.type != "cpu" or x.dtype != torch.float32 or elements < _FEWEST_ELEMENTS:
         return False
-    return u.shape[1] * A.shape[0] * _NARROWEST <= _MOST_FLOATS and kernels() is not None
+    return kernels() is not None
 
 
-def forward(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+def scan(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs and last state.
 
     Args:
@@ -52,43 +69,87 @@ def forward(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, first: Tenso
     Returns:
         y (batch, pos, channel) and the last state (batch, state, channel).
     """
-    found = kernels()
-    assert found is not None
-    y, last = (
-        torch.zeros_like(u, memory_format=torch.contiguous_format),
-        first.clone(memory_format=torch.contiguous_format),
-    )
-    inputs = [v.detach().contiguous().numpy() for v in (u, dt, A, B, C)]
-    outputs = y.numpy(), last.numpy()
-    _by_rows(len(u), lambda i, j: found.forward(i, j, _width(u, A), *inputs, *outputs))
+    y, last = _zeros(u), first.clone(memory_format=torch.contiguous_format)
+    arrays = *_arrays(u, dt, A, B, C), y.numpy(), last.numpy()
+    run = _found().scan
+    _by_rows(len(u), lambda start, stop: run(start, stop, _width(u, A), *arrays))
     return y, last
 
 
-def backward(
+def scan_gradients(
     u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, first: Tensor, grad_y: Tensor, grad_last: Tensor
 ) -> tuple[Tensor, ...]:
     """Gradients of u, dt, A, B, C and the first state.
 
     Args:
-        u, dt, A, B, C, first: The inputs of `forward`.
+        u, dt, A, B, C, first: The inputs of `scan`.
         grad_y: Gradient of y. (batch, pos, channel)
         grad_last: Gradient of the last state. (batch, state, channel)
     """
-    found = kernels()
-    assert found is not None
-    tensors = (u, dt, A, B, C, first, grad_y, grad_last)
-    inputs = [v.detach().contiguous().numpy() for v in tensors]
-    g_u, g_dt, g_B, g_C, g_first = grads = [v.new_zeros(v.shape) for v in (u, dt, B, C, first)]
-    outputs = [v.numpy() for v in grads]
-    parts: list[Tensor] = []  # list.append is safe from several threads
+    g_u, g_dt, g_B, g_C, g_first = (_zeros(v) for v in (u, dt, B, C, first))
+    arrays = *_arrays(u, dt, A, B, C, first, grad_y, grad_last), *_arrays(g_u, g_dt, g_B, g_C, g_first)
+    run, parts = _found().scan_gradients, list[Tensor]()
 
-    def run(i: int, j: int) -> None:
-        g_A = A.new_zeros(A.shape)
-        found.backward(i, j, _width(u, A), *inputs, *outputs, g_A.numpy())
+    def share(start: int, stop: int) -> None:
+        g_A = _zeros(A)
+        run(start, stop, _width(u, A), *arrays, g_A.numpy())
         parts.append(g_A)
 
-    _by_rows(len(u), run)
+    _by_rows(len(u), share)
     return g_u, g_dt, torch.stack(parts).sum(0), g_B, g_C, g_first
+
+
+def conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """A convolution along positions, channel by channel, each position seeing itself and those before.
+
+    Args:
+        x: Input, float32 on the CPU. (batch, pos, channel)
+        weight: Kernel, last position last. (kernel size, channel)
+        bias: (channel,)
+
+    Returns:
+        (batch, pos, channel)
+    """
+    y = _zeros(x)
+    arrays = *_arrays(x, weight, bias), y.numpy()
+    run = _found().conv
+    _by_rows(len(x), lambda start, stop: run(start, stop, *arrays))
+    return y
+
+
+def conv_gradients(x: Tensor, weight: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and bias.
+
+    Args:
+        x, weight: The inputs of `conv`.
+        grad_y: Gradient of its output. (batch, pos, channel)
+    """
+    g_x = _zeros(x)
+    arrays = *_arrays(x, weight, grad_y), g_x.numpy()
+    run, parts = _found().conv_gradients, list[tuple[Tensor, Tensor]]()
+
+    def share(start: int, stop: int) -> None:
+        g_weight, g_bias = _zeros(weight), x.new_zeros(x.shape[2])
+        run(start, stop, *arrays, g_weight.numpy(), g_bias.numpy())
+        parts.append((g_weight, g_bias))
+
+    _by_rows(len(x), share)
+    g_weights, g_biases = zip(*parts)
+    return g_x, torch.stack(g_weights).sum(0), torch.stack(g_biases).sum(0)
+
+
+def _found() -> _Kernels:
+    found = kernels()
+    assert found is not None
+    return found
+
+
+def _zeros(like: Tensor) -> Tensor:
+    return like.new_zeros(like.shape)
+
+
+def _arrays(*tensors: Tensor) -> Iterator[Any]:
+    return (v.detach().contiguous().numpy() for v in tensors)
 
 
 def _width(u: Tensor, A: Tensor) -> int:
@@ -181,7 +242,7 @@ def _compile(njit: Callable[..., Any], cache: bool) -> _Kernels:
         return total
 
     @njit(fastmath=loose, nogil=True, cache=cache)
-    def run_forward(start, stop, width, u, dt, A, B, C, y, state):  # type: ignore[no-untyped-def]
+    def run_scan(start, stop, width, u, dt, A, B, C, y, state):  # type: ignore[no-untyped-def]
         length, channels = u.shape[1:]
         decays = np.empty(width, np.float32)
         for b in range(start, stop):
@@ -196,7 +257,7 @@ def _compile(njit: Callable[..., Any], cache: bool) -> _Kernels:
                         add_scaled(y_now, s, C[b, t, n])
 
     @njit(fastmath=loose, nogil=True, cache=cache)
-    def run_backward(  # type: ignore[no-untyped-def]
+    def run_scan_gradients(  # type: ignore[no-untyped-def]
         start, stop, width, u, dt, A, B, C, first, g_y, g_last, g_u, g_dt, g_B, g_C, g_first, g_A
     ):
         length, channels = u.shape[1:]
@@ -240,4 +301,29 @@ def _compile(njit: Callable[..., Any], cache: bool) -> _Kernels:
                     g_first[b, n, low:high] = flows[n, :w]
                     g_A[n, low:high] += sums[n, :w]
 
-    return _Kernels(run_forward, run_backward)
+    @njit(fastmath=loose, nogil=True, cache=cache)
+    def run_conv(start, stop, x, weight, bias, y):  # type: ignore[no-untyped-def]
+        size = len(weight)
+        for b in range(start, stop):
+            for t in range(x.shape[1]):
+                now = y[b, t]
+                now[:] = bias
+                for k in range(max(0, size - 1 - t), size):
+                    add(now, x[b, t - size + 1 + k], weight[k])
+
+    @njit(fastmath=loose, nogil=True, cache=cache)
+    def run_conv_gradients(start, stop, x, weight, g_y, g_x, g_weight, g_bias):  # type: ignore[no-untyped-def]
+        size = len(weight)
+        sums = np.empty_like(weight)
+        for b in range(start, stop):
+            sums[:] = f32(0.0)
+            for t in range(x.shape[1]):
+                now = g_y[b, t]
+                for k in range(max(0, size - 1 - t), size):
+                    add(g_x[b, t - size + 1 + k], now, weight[k])
+                    add(sums[k], now, x[b, t - size + 1 + k])
+            g_weight += sums
+            for t in range(x.shape[1]):
+                add_scaled(g_bias, g_y[b, t], one)
+
+    return _Kernels(run_scan, run_scan_gradients, run_conv, run_conv_gradients)
