@@ -14,7 +14,6 @@ from probelens.adapter import swapped_forward
 from probelens.model import HookedModel
 from probelens.ssm import is_mamba2, mamba2_mixer, mamba_mixer
 
-_BUDGET = 1 << 30
 # What transformers calls the argument: newer versions first, which take the older name too and ignore it.
 _CACHE = ("cache", "past_key_values")
 
@@ -36,10 +35,14 @@ class KeyValues(Resumer):
             return None
         return cls(model)
 
-    def fits(self, batch: int, length: int) -> bool:
+    def holds(self, batch: int, length: int, spacing: int = 1) -> int:
         cfg = self.model.cfg
         heads = cfg.n_key_value_heads or cfg.n_heads
-        return 2 * cfg.n_layers * batch * length * heads * cfg.d_head * 4 <= _BUDGET
+        return 2 * cfg.n_layers * batch * length * heads * cfg.d_head * cfg.dtype.itemsize
+
+    def copied(self, batch: int, length: int) -> int:
+        # Copies for every layer, and in the one that runs the same once more with the new positions behind them.
+        return self.holds(batch, length) * (self.n + 1) // self.n
 
     def base(self, tokens: Tensor, names: Iterable[str]) -> tuple[Tensor, Mapping[str, Tensor]]:
         from transformers.cache_utils import DynamicCache
@@ -73,10 +76,8 @@ class KeyValues(Resumer):
 class Recurrent(Resumer):
     """For transformers' Mamba and Mamba-2, on a CPU: the reference mixers begin at kept states.
 
-    States are kept at every ``stride``-th position, which grows where the budget asks for it.
+    States are kept at every ``spacing``-th position, which grows where the budget asks for it.
     """
-
-    stride = 1
 
     def __init__(self, model: HookedModel) -> None:
         super().__init__(model)
@@ -88,17 +89,28 @@ class Recurrent(Resumer):
         """None on a GPU, where the fused kernels that a whole run uses are faster than a part without them."""
         return cls(model) if model.cfg.device.type == "cpu" else None
 
-    def fits(self, batch: int, length: int) -> bool:
-        state = 4 * batch * max(_state_size(m) for m in self.mixers)
-        every = state * len(self.mixers)
-        self.stride = max(1, -(-length * every // _BUDGET))
-        return length * state <= _BUDGET and self.stride <= length // 4
+    def holds(self, batch: int, length: int, spacing: int = 1) -> int:
+        states, inputs = self._sizes(batch)
+        size = max(m.conv1d.weight.shape[-1] for m in self.mixers)
+        # The states of one layer are whole until those to be kept are copied.
+        every = self.n * (states * (length // spacing) + inputs * (length + size - 1))
+        return every + states * length
 
-    def floor(self, pos: int) -> int:
-        return pos - pos % self.stride
+    def copied(self, batch: int, length: int) -> int:
+        states, inputs = self._sizes(batch)
+        return states + inputs * max(m.conv1d.weight.shape[-1] for m in self.mixers)
+
+    def spacings(self, length: int) -> range:
+        return range(1, length // 4 + 1)
+
+    def _sizes(self, batch: int) -> tuple[int, int]:
+        """Bytes of one layer's state and of its convolution's input, at one position."""
+        one = batch * self.model.cfg.dtype.itemsize
+        channels = max(m.conv1d.weight.shape[0] for m in self.mixers)
+        return one * max(_state_size(m) for m in self.mixers), one * channels
 
     def base(self, tokens: Tensor, names: Iterable[str]) -> tuple[Tensor, Mapping[str, Tensor]]:
-        taps = [_Keep(mixer, self.stride) for mixer in self.mixers]
+        taps = [_Keep(mixer, self.spacing) for mixer in self.mixers]
         with self._mixing(lambda i: {"tap": taps[i]}):
             final, cache = self.forward(tokens, names)
         self.kept = [(tap.inputs, tap.states) for tap in taps]
@@ -115,7 +127,7 @@ class Recurrent(Resumer):
             if pos == 0 or i < layer:
                 return {}
             conv = inputs[:, pos : pos + self.mixers[i].conv1d.weight.shape[-1] - 1].transpose(1, 2)
-            state = states[:, pos // self.stride - 1]
+            state = states[:, pos // self.spacing - 1]
             copies = len(resid) // len(state)
             return {
                 "conv_state": conv.repeat(copies, 1, 1),
@@ -147,14 +159,14 @@ class Recurrent(Resumer):
 
 
 class _Keep:
-    """A tap that keeps a mixer's inputs of the convolution, and its states at every ``stride``-th position."""
+    """A tap that keeps a mixer's inputs of the convolution, and its states at every ``spacing``-th position."""
 
     inputs: Tensor
     states: Tensor
 
-    def __init__(self, mixer: nn.Module, stride: int) -> None:
+    def __init__(self, mixer: nn.Module, spacing: int) -> None:
         self.mixer: Any = mixer
-        self.stride = stride
+        self.spacing = spacing
 
     def __call__(
         self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None
@@ -166,7 +178,7 @@ class _Keep:
             x = tensor[..., end - channels : end]
             self.inputs = nn.functional.pad(x, (0, 0, size - 1, 0))
         elif name == "hook_ssm_state":
-            self.states = tensor[:, self.stride - 1 :: self.stride].clone()
+            self.states = tensor[:, self.spacing - 1 :: self.spacing].clone()
         return tensor
 
     def wants(self, name: str) -> bool:

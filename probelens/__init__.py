@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .lengths import LengthTransfer, length_transfer
     from .loading import load, wrap
     from .model import HookedModel
+    from .patch_plan import PatchPlan, patch_plan
     from .patching import PatchResult, attribute, patch
     from .points import HookPoint
     from .probing import LinearProbe, ProbeResult, probe
@@ -66,6 +67,7 @@ __all__ = [
     "MetricError",
     "MissingDependencyError",
     "PatchPairs",
+    "PatchPlan",
     "PatchResult",
     "PatchSitesResult",
     "ProbeResult",
@@ -92,6 +94,7 @@ __all__ = [
     "metrics",
     "models",
     "patch",
+    "patch_plan",
     "patch_sites",
     "plots",
     "probe",
@@ -130,6 +133,7 @@ _NAMES = {
     "loading": ("load", "wrap"),
     "model": ("HookedModel",),
     "points": ("HookPoint",),
+    "patch_plan": ("PatchPlan", "patch_plan"),
     "patching": ("PatchResult", "attribute", "patch"),
     "probing": ("LinearProbe", "ProbeResult", "probe"),
     "profile": ("Profile", "profile"),

@@ -176,7 +176,7 @@ def _overlap(space: Subspace | Eraser, drawn: Sequence[tuple[str, int, Subspace]
 
 def run(
     model: HookedModel, batch: Any, drawn: Sequence[Drawn], metric: Metric, target: str, alpha: float, batch_size: int,
-    progress: bool = False,
+    progress: bool = False, memory: int | None = None,
 ) -> Runs:  # fmt: skip
     """Run every ablation on every sequence."""
     conditions = [
@@ -187,7 +187,7 @@ def run(
         for d in drawn
     ]
     found = sweep(
-        model, batch.tokens, conditions, reader(batch, metric, target), batch_size=batch_size,
+        model, batch.tokens, conditions, reader(batch, metric, target), batch_size=batch_size, memory=memory,
         attention_mask=getattr(batch, "attention_mask", None), progress=progress, describe="ablations",
     )  # fmt: skip
     return Runs(found.values, found.base, scored_positions(batch, metric), found.path)

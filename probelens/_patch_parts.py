@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -60,9 +60,9 @@ def at_column(x: Tensor, column: Tensor | None, rows: Tensor) -> Tensor:
     return x[torch.arange(len(rows)), column[rows]]
 
 
-def replace(model: HookedModel, name: str, values: Tensor, column: Tensor | None) -> Edit:
-    """The edit that puts ``values`` (example, pos, ...) in at one position of each example."""
-    data: dict[str, Tensor] = {"value": values}
+def replace(model: HookedModel, name: str, values: Callable[[Tensor], Tensor], column: Tensor | None) -> Edit:
+    """The edit that puts ``values`` of the batch's rows (batch, pos, ...) in at one position of each example."""
+    data: dict[str, Tensor | Callable[[Tensor], Tensor]] = {"value": values}
     if column is not None:
         data["where"] = column
 
@@ -87,9 +87,9 @@ def replace(model: HookedModel, name: str, values: Tensor, column: Tensor | None
         return out
 
     if not model.point(name).step:
-        return Edit(name, whole, data)
+        return Edit(name, whole, data, first=column)
     steps = None if column is None else tuple(sorted(set(column.tolist())))
-    return Edit(name, step, data, steps)
+    return Edit(name, step, data, steps, column)
 
 
 def columns(pos: Pos, length: int, n: int) -> tuple[list[Tensor | None], list[str]]:
@@ -155,3 +155,22 @@ def read_metric(metric: Metric) -> Callable[..., Tensor]:
         return logit_diff(scores.softmax(-1) if metric == "prob_diff" else scores, answers)
 
     return difference
+
+
+def check_pairs(pairs: Any, mode: str) -> None:
+    """Refuse what isn't PatchPairs, or an unknown mode."""
+    if mode not in ("denoise", "noise"):
+        raise InputError(f"mode {mode!r} is not known. Allowed: 'denoise', 'noise'")
+    if not hasattr(pairs, "clean") or not hasattr(pairs, "answers"):
+        raise InputError(
+            f"patching needs PatchPairs, got a {type(pairs).__name__}. Make them with task.pairs(), or "
+            "probelens.PatchPairs(clean, corrupted, edit_pos, read_pos, answers)."
+        )
+    if not len(pairs):
+        raise InputError("there is no pair to patch: clean and corrupted have no example")
+
+
+def marks(pairs: Any) -> dict[str, int]:
+    """Positions that all pairs share: where they were edited, and where the answer is read."""
+    found = {"edited": pairs.edit_pos, "read": pairs.read_pos}
+    return {name: int(pos[0]) for name, pos in found.items() if bool((pos == pos[0]).all())}

@@ -7,10 +7,11 @@ position of a block if what the earlier positions left behind for the later ones
 from __future__ import annotations
 
 import contextlib
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -28,16 +29,32 @@ class Resumer(ABC):
         model: The wrapped model.
     """
 
+    # Bytes that may be kept of a batch where the caller names no budget.
+    BUDGET: ClassVar[int] = 1 << 30
     # The longest sequence on which a run from the middle was seen to equal a whole one.
     trusted = 0
+    # What later positions need is kept at every so many positions; a plan sets it before it runs.
+    spacing = 1
 
     def __init__(self, model: HookedModel) -> None:
         self.model = model
         self.n = model.cfg.n_layers
 
     @abstractmethod
-    def fits(self, batch: int, length: int) -> bool:
-        """Whether what is kept of so many sequences stays within a modest memory budget."""
+    def holds(self, batch: int, length: int, spacing: int = 1) -> int:
+        """Bytes that ``base`` keeps of so many sequences for later positions, what it needs meanwhile included."""
+
+    @abstractmethod
+    def copied(self, batch: int, length: int) -> int:
+        """Bytes that one condition needs in a pass, at most, for its own copy of what was kept."""
+
+    def spacings(self, length: int) -> range:
+        """At every how many positions may be kept what later ones need, the closest first."""
+        return range(1, 2)
+
+    def fit(self, batch: int, length: int, memory: int) -> int | None:
+        """The closest spacing whose ``holds`` stays within so many bytes; None if none does."""
+        return next((s for s in self.spacings(length) if self.holds(batch, length, s) <= memory), None)
 
     @abstractmethod
     def base(self, tokens: Tensor, names: Iterable[str]) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -61,7 +78,7 @@ class Resumer(ABC):
 
     def floor(self, pos: int) -> int:
         """The last position up to ``pos`` at which a run can begin."""
-        return pos
+        return pos - pos % self.spacing
 
     @abstractmethod
     def tail(self, resid: Tensor, layer: int, pos: int, until: int) -> Tensor:
@@ -90,6 +107,7 @@ class Resumer(ABC):
 
 
 _FOUND: WeakKeyDictionary[HookedModel, Resumer | None] = WeakKeyDictionary()
+_WRONG: WeakSet[HookedModel] = WeakSet()
 
 
 def resumer_of(model: HookedModel) -> Resumer | None:
@@ -102,10 +120,16 @@ def resumer_of(model: HookedModel) -> Resumer | None:
 def distrust(model: HookedModel) -> None:
     """Never resume runs of this model again."""
     _FOUND[model] = None
+    _WRONG.add(model)
+
+
+def distrusted(model: HookedModel) -> bool:
+    """Whether runs from the middle were found to give other numbers on this model."""
+    return model in _WRONG
 
 
 def passes(
-    positions: Sequence[int], rows: int, length: int, overhead: float, most: int
+    positions: Sequence[int], rows: int, length: int, overhead: float, most: int, together: int = 1 << 30
 ) -> list[tuple[int, int]]:
     """Which neighbouring runs share a pass that begins where the earliest of them does.
 
@@ -115,6 +139,7 @@ def passes(
         length: Positions of a sequence.
         overhead: Cost of a pass, in tokens.
         most: Tokens of a pass; one run alone may take more.
+        together: Runs that may share a pass.
 
     Returns:
         Slices (start, stop) of ``positions`` that cost least.
@@ -125,13 +150,21 @@ def passes(
         >>> passes([3, 2, 1, 0], rows=1, length=4, overhead=100, most=100)
         [(0, 4)]
     """
+    return list(_passes(tuple(positions), rows, length, overhead, most, together))
+
+
+# A plan asks for what its run asks for again, batch by batch.
+@functools.lru_cache(maxsize=64)
+def _passes(
+    positions: tuple[int, ...], rows: int, length: int, overhead: float, most: int, together: int
+) -> tuple[tuple[int, int], ...]:
     cost, before = [0.0], [0]
     for stop in range(1, len(positions) + 1):
         width = rows * (length - positions[stop - 1])
         choices = []
         for start in range(stop - 1, -1, -1):
             tokens = (stop - start) * width
-            if stop - start > 1 and tokens > most:
+            if stop - start > 1 and (tokens > most or stop - start > together):
                 break
             choices.append((cost[start] + overhead + tokens, start))
         best, start = min(choices)
@@ -142,7 +175,7 @@ def passes(
     while stop:
         out.append((before[stop], stop))
         stop = before[stop]
-    return out[::-1]
+    return tuple(out[::-1])
 
 
 def first_change(edited: Tensor, base: Tensor) -> int:

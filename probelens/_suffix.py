@@ -4,38 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from probelens._resume import Resumer, distrust, first_change, passes, resumer_of
+from probelens._jobs import SHORTEST, Job, Load, jobs_of, loads
+from probelens._limits import Limits, Sizes
+from probelens._resume import Resumer, distrust, distrusted, first_change, passes, resumer_of
 from probelens.hooks import Entry
 
 if TYPE_CHECKING:
     from probelens.model import HookedModel
-    from probelens.sweep import Condition, Edit, Read
+    from probelens.sweep import Condition, Read
 
 __all__ = ["SuffixRuns"]
-
-# A shorter sequence has hardly a prefix to spare.
-_SHORTEST = 8
-_HELD_BYTES = 1 << 28
-
-
-@dataclass(frozen=True)
-class _Job:
-    """A condition whose edits all lie in blocks ``start`` to ``stop − 1`` (−1: the embedding).
-
-    ``at`` is the one hook point that all of them edit where that is the residual entering block
-    ``stop``: nothing has to run then to know what they make of it.
-    """
-
-    index: int
-    edits: tuple[Edit, ...]
-    start: int
-    stop: int
-    at: str | None
 
 
 @dataclass(frozen=True)
@@ -61,41 +44,121 @@ class SuffixRuns:
         read: What to keep.
         jobs: What to run.
         unedited: Conditions that edit nothing, by index.
+        others: How many conditions run the plain way.
     """
 
+    limits: Limits
+
     def __init__(
-        self, resumer: Resumer, tokens: Tensor, read: Read, jobs: Sequence[_Job], unedited: Sequence[int] = ()
-    ) -> None:
+        self, resumer: Resumer, tokens: Tensor, read: Read, jobs: Sequence[Job], unedited: Sequence[int],
+        others: int,
+    ) -> None:  # fmt: skip
         self.resumer = resumer
         self.model = resumer.model
         self.n = self.model.cfg.n_layers
         self.tokens = tokens
+        self.length = tokens.shape[1]
         self.read = read
         self.jobs = jobs
         self.unedited = unedited
+        self.others = others
+        self._loads: dict[tuple[int, tuple[int, ...], int], list[Load]] = {}
 
     @classmethod
     def of(
-        cls, model: HookedModel, tokens: Tensor, read: Read, conditions: Sequence[Condition], batch: int
-    ) -> SuffixRuns | None:
-        """The runs, or None where the plain way is the right one.
-
-        That is: short sequences, inputs that aren't tokens, half precision (whose sums depend on the shape
-        of a pass), hooks of the user's own on the modules, an adapter that can't resume, or too much to keep.
-        """
-        if tokens.ndim != 2 or tokens.shape[1] < _SHORTEST or tokens.is_floating_point():
-            return None
-        if model.cfg.dtype not in (torch.float32, torch.float64) or not conditions:
-            return None
+        cls, model: HookedModel, tokens: Tensor, read: Read, conditions: Sequence[Condition]
+    ) -> SuffixRuns | str:
+        """The runs; where the plain way is the right one, the reason."""
+        if not conditions:
+            return "no conditions"
+        if tokens.ndim != 2 or tokens.is_floating_point():
+            return "inputs that aren't tokens (example, pos)"
+        if tokens.shape[1] < SHORTEST:
+            # A shorter sequence has hardly a prefix to spare.
+            return f"sequences shorter than {SHORTEST} positions"
+        if model.cfg.dtype not in (torch.float32, torch.float64):
+            # Sums then depend on the shape of a pass.
+            return f"half precision ({model.cfg.dtype})"
         if any(m._forward_hooks or m._forward_pre_hooks for m in model.module.modules()):
-            return None
+            return "hooks on the model's modules"
         resumer = resumer_of(model)
-        if resumer is None or not resumer.fits(min(batch, len(tokens)), tokens.shape[1]):
-            return None
-        jobs = [job for i, c in enumerate(conditions) if (job := _job(model, i, c)) is not None]
+        if resumer is None and distrusted(model):
+            return "a trial on this model gave other numbers"
+        if resumer is None:
+            return "the adapter can't resume this model in mid-sequence"
+        jobs = jobs_of(model, conditions)
         # One condition or two don't pay for trying whether resuming is right.
+        if len(jobs) <= 2:
+            return f"{len(jobs)} conditions that could begin in mid-sequence, which takes 3"
         unedited = [i for i, c in enumerate(conditions) if not c.edits]
-        return cls(resumer, tokens, read, jobs, unedited) if len(jobs) > 2 else None
+        return cls(resumer, tokens, read, jobs, unedited, len(conditions) - len(jobs) - len(unedited))
+
+    # -- what it takes -------------------------------------------------------------------------------
+
+    def needs(self, sizes: Sizes, batch: int, spacing: int) -> dict[str, int]:
+        """Bytes that a batch needs at least, one condition at a time."""
+        resid = batch * sizes.resid
+        return {
+            "states": self.resumer.holds(batch, self.length, spacing),
+            # The last residual is kept beside the named ones, and once more while the trial lasts.
+            "residuals": (len(self._names()) + 2) * resid,
+            "edited": 4 * resid,
+            "passes": self.resumer.copied(batch, self.length) + 3 * resid,
+            "logits": batch * (sizes.logits if self.others else sizes.reads),
+            "source": batch * sizes.source,
+        }
+
+    def holds(self, sizes: Sizes) -> dict[str, int]:
+        """Bytes that the first batch, the largest, holds at most."""
+        limits, jobs = self.limits, len(self.jobs)
+        held = self.needs(sizes, limits.batch, limits.spacing)
+        planned = self.planned(torch.arange(limits.batch))
+        held["edited"] = max(load.held for load in planned) + 3 * limits.batch * sizes.resid
+        shared = min(
+            limits.together, max(1, limits.tokens // limits.batch), max(len(p.jobs) for p in planned)
+        )
+        held["passes"] *= shared
+        held["logits"] = max(held["logits"], min(limits.logits, (jobs + 1) * limits.batch * sizes.reads))
+        return held
+
+    def blocks(self, rows: Tensor, first: bool) -> tuple[int, int]:
+        """Block-positions that a batch takes at most, and positions through the unembedding.
+
+        Args:
+            rows: The examples.
+            first: Whether it is the first batch, on which resuming is tried if it wasn't before.
+        """
+        batch, length = len(rows), self.length
+        total = self.n * batch * length
+        if first and self.resumer.trusted < length:
+            layer = min(job.stop for job in self.jobs)
+            total += (self.n * length + (self.n - layer) * (length - self._floor(length // 2))) * batch
+        total += sum((job.stop - max(job.start, 0)) * length * batch for job in self.jobs if job.at is None)
+        planned = self.planned(rows)
+        runs = sum(len(group) for load in planned for group in load.groups)
+        reads = length if self.read.pos is None else self.read.pos.shape[1]
+        return total + sum(load.blocks for load in planned), (runs + 1) * reads * batch
+
+    def planned(self, rows: Tensor) -> list[Load]:
+        """The jobs, as many at a time as may be held, with the passes that they take at most."""
+        last = self.length - 1 if self.read.pos is None else int(self.read.pos[rows].max())
+        begins = tuple(self._floor(job.earliest(rows, self.length)) for job in self.jobs)
+        key = (len(rows), begins, last)
+        if key not in self._loads:
+            self._loads.clear()
+            self._loads[key] = loads(
+                self.jobs, begins, last, len(rows), self.length, self.n, self.limits, self._passes
+            )
+        return self._loads[key]
+
+    def _floor(self, pos: int) -> int:
+        return pos - pos % self.limits.spacing
+
+    def _passes(self, begins: Sequence[int], rows: int) -> list[tuple[int, int]]:
+        limits = self.limits
+        return passes(begins, rows, self.length, self.resumer.overhead(), limits.tokens, limits.together)
+
+    # -- running -------------------------------------------------------------------------------------
 
     def run(self, rows: Tensor, done: Callable[[int], None]) -> tuple[Tensor, dict[int, Tensor]] | None:
         """Values of the unedited run and, by index, of the conditions; None if resuming proves wrong here.
@@ -104,6 +167,7 @@ class SuffixRuns:
             rows: The examples.
             done: Told how many conditions were finished.
         """
+        self.resumer.spacing = self.limits.spacing
         try:
             final, cache = self.resumer.base(self.tokens[rows], self._names())
         except Exception:
@@ -115,26 +179,24 @@ class SuffixRuns:
         entering = {stop: self._entering(stop, final, cache) for stop in {job.stop for job in self.jobs}}
         if not self._trust(rows, entering, final):
             return None
-        readout = _Readout(self.model, self.read, rows)
+        readout = _Readout(self.model, self.read, rows, self.limits.logits)
         where = None if self.read.pos is None else self.read.pos[rows].to(final.device)
         readout.put(-1, final if where is None else _pick(final, where))
         (base,) = readout.values().values()
         values: dict[int, Tensor] = dict.fromkeys(self.unedited, base)
         done(len(values))
-        held: list[_Held] = []
-        for job in self.jobs:
-            plain = entering[job.stop]
-            edited = self._edited(job, rows, plain, cache)
-            begin = self.resumer.floor(first_change(edited, plain))
-            if begin == plain.shape[1] or (where is not None and int(where.max()) < begin):
-                values[job.index] = base
-                done(1)
-                continue
-            held.append(_Held(job.index, job.stop, begin, edited[:, begin:].clone()))
-            if sum(one.resid.numel() * one.resid.element_size() for one in held) > _HELD_BYTES:
-                self._finish(held, entering, final, where, readout, done)
-                held = []
-        self._finish(held, entering, final, where, readout, done)
+        for load in self.planned(rows):
+            held: list[_Held] = []
+            for job in load.jobs:
+                plain = entering[job.stop]
+                edited = self._edited(job, rows, plain, cache)
+                begin = self.resumer.floor(first_change(edited, plain))
+                if begin == plain.shape[1] or (where is not None and int(where.max()) < begin):
+                    values[job.index] = base
+                    done(1)
+                    continue
+                held.append(_Held(job.index, job.stop, begin, edited[:, begin:].clone()))
+            self._finish(held, load, entering, final, where, readout, done)
         return base, {**values, **readout.values()}
 
     def _names(self) -> list[str]:
@@ -173,7 +235,7 @@ class SuffixRuns:
             distrust(self.model)
         return right
 
-    def _edited(self, job: _Job, rows: Tensor, plain: Tensor, cache: Mapping[str, Tensor]) -> Tensor:
+    def _edited(self, job: Job, rows: Tensor, plain: Tensor, cache: Mapping[str, Tensor]) -> Tensor:
         """The residual entering block ``job.stop`` under the job's edits. (example, pos, d_model)"""
         if job.at is not None and (job.at.endswith("pre") or torch.equal(cache[job.at], plain)):
             tensor = plain.clone()
@@ -191,21 +253,32 @@ class SuffixRuns:
         return out
 
     def _finish(
-        self, held: list[_Held], entering: Mapping[int, Tensor], final: Tensor,
+        self, held: list[_Held], load: Load, entering: Mapping[int, Tensor], final: Tensor,
         where: Tensor | None, readout: _Readout, done: Callable[[int], None],
     ) -> None:  # fmt: skip
         """Run what is held to the last block and hand it to the readout."""
-        held.sort(key=lambda one: (-one.begin, one.stop, one.index))
-        rows, length = final.shape[:2]
-        most = 2048 if final.device.type == "cpu" else 1 << 16
-        for lo, hi in passes([one.begin for one in held], rows, length, self.resumer.overhead(), most):
-            group = sorted(held[lo:hi], key=lambda one: one.stop)
+        rows = len(final)
+        for group in self._groups(held, load, rows):
+            group.sort(key=lambda one: one.stop)
             begin = min(one.begin for one in group)
             after = self._together(group, begin, entering)
             for one, resid in zip(group, after.split(rows), strict=True):
                 whole = torch.cat([final[:, :begin], resid], 1)
                 readout.put(one.index, whole if where is None else _pick(whole, where))
             done(len(group))
+
+    def _groups(self, held: list[_Held], load: Load, rows: int) -> list[list[_Held]]:
+        """Which conditions share a pass: never a division that takes more than was planned."""
+        held = sorted(held, key=lambda one: (-one.begin, one.stop, one.index))
+        groups = [held[lo:hi] for lo, hi in self._passes([one.begin for one in held], rows)]
+        took = sum(
+            (self.n - one.stop) * (self.length - group[-1].begin) * rows for group in groups for one in group
+        )
+        by = {one.index: one for one in held}
+        if took > load.blocks and by.keys() <= {i for group in load.groups for i in group}:
+            planned = [[by[i] for i in group if i in by] for group in load.groups]
+            groups = [group for group in planned if group]
+        return groups
 
     def _together(self, group: list[_Held], begin: int, entering: Mapping[int, Tensor]) -> Tensor:
         """One pass over the blocks, which each condition joins where its edits end. (condition · example, ...)"""
@@ -222,17 +295,21 @@ class SuffixRuns:
 class _Readout:
     """Final norm and unembedding of many conditions at once, and the value of each."""
 
-    def __init__(self, model: HookedModel, read: Read, rows: Tensor) -> None:
+    def __init__(self, model: HookedModel, read: Read, rows: Tensor, most: int) -> None:
         self.model, self.read, self.rows = model, read, rows
+        # Tokens whose logits may be there at once.
+        self._most = most // (Sizes.width(model) * model.cfg.dtype.itemsize)
+        self._tokens = 0
         self._held: list[tuple[int, Tensor]] = []
         self._values: dict[int, Tensor] = {}
 
     def put(self, index: int, resid: Tensor) -> None:
         """Take the residual of a condition after the last block, at the positions read. (example, read, d_model)"""
-        self._held.append((index, resid))
-        tokens = sum(r.shape[0] * r.shape[1] for _, r in self._held)
-        if tokens * max(self.model.cfg.d_vocab, resid.shape[-1]) * 4 > _HELD_BYTES // 4:
+        tokens = resid.shape[0] * resid.shape[1]
+        if self._tokens + tokens > self._most:
             self._flush()
+        self._held.append((index, resid))
+        self._tokens += tokens
 
     def values(self) -> dict[int, Tensor]:
         """Values by index, of all that came since the last call."""
@@ -247,7 +324,7 @@ class _Readout:
         data = {key: value[self.rows].to(logits.device) for key, value in self.read.data.items()}
         for (index, _), part in zip(self._held, logits.split(len(self._held[0][1])), strict=True):
             self._values[index] = self.read.fn(part, **data).detach().cpu()
-        self._held = []
+        self._held, self._tokens = [], 0
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
@@ -256,26 +333,3 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 def _pick(resid: Tensor, where: Tensor) -> Tensor:
     return resid.gather(1, where[..., None].expand(-1, -1, resid.shape[-1]))
-
-
-def _job(model: HookedModel, index: int, condition: Condition) -> _Job | None:
-    """What to run for a condition; None where an edit lies outside the blocks, or a run can't begin there."""
-    names = {model.point(edit.name).name for edit in condition.edits}
-    layers = [_layer(name) for name in names]
-    if not layers or None in layers:
-        return None
-    start, last = (f(layer for layer in layers if layer is not None) for f in (min, max))
-    only: str | None = next(iter(names)) if len(names) == 1 else None
-    ends: dict[str, Literal[0, 1]] = {"hook_resid_pre": 0, "hook_resid_post": 1}
-    kind = only.rsplit(".", 1)[-1] if only is not None and start >= 0 else ""
-    direct = only if only == f"blocks.{start}.{kind}" and kind in ends else None
-    stop = start + ends[kind] if direct is not None else last + 1
-    if (start > 0 and not model.chained(start)) or not model.chained(stop):
-        return None
-    return _Job(index, condition.edits, start, stop, direct)
-
-
-def _layer(name: str) -> int | None:
-    if name in ("hook_embed", "hook_pos_embed"):
-        return -1
-    return int(name.split(".")[1]) if name.startswith("blocks.") else None

@@ -114,6 +114,7 @@ def ablate(
     alpha: float = 1.0,
     mlp: bool = True,
     batch_size: int = 64,
+    memory: int | None = None,
     seed: int = 0,
     progress: bool = False,
 ) -> AblationResult:
@@ -139,7 +140,8 @@ def ablate(
             principal components of equal rank.
         alpha: Strength: 1 removes the subspace, 0 nothing.
         mlp: Whether the refit includes the MLP.
-        batch_size: Sequences in one forward pass.
+        batch_size: Sequences in one forward pass, at most.
+        memory: Bytes that the sweep may hold at once; None for the usual limits. See ``probelens.sweep.plan``.
         seed: Of control draws, splits and intervals.
         progress: Show a progress bar.
 
@@ -162,7 +164,8 @@ def ablate(
     Raises:
         UnknownHookError: A site that the model doesn't have.
         ShapeError: A subspace of another width, or a site with axes beside (batch, pos, d).
-        InputError: An unknown label, metric or control, something that is no subspace, or NaN at a site.
+        InputError: An unknown label, metric or control, something that is no subspace, NaN at a site, or a memory budget
+            that one sequence exceeds.
         MetricError: The model has fewer logits than the label has classes, or they hold NaN.
 
     Source:
@@ -183,7 +186,7 @@ def ablate(
     attention = getattr(batch, "attention_mask", None)
     acts = collect(model, batch, list(spaces), batch_size=batch_size, attention_mask=attention)
     drawn = draw(model, acts, batch.mask, spaces, label, kinds, controls, seed)
-    runs = run(model, batch, drawn, metric, target, alpha, batch_size, progress)
+    runs = run(model, batch, drawn, metric, target, alpha, batch_size, progress, memory)
     chance = accuracy_chance(batch, target, metric)
     rows = [{**d.about, "alpha": float(alpha)} for d in drawn]
     values, clean = score(rows, runs, runs.scored, chance, seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from probelens._offload import stored
 from probelens._quick import quick
+from probelens._settings import whole_number
 from probelens.cache import Slice
 from probelens.errors import InputError, ShapeError, StoreError, UnknownHookError, nearest
 from probelens.model import HookedModel
@@ -121,23 +123,26 @@ def collect(
 
     Raises:
         UnknownHookError: A site that the model doesn't have.
-        InputError: No examples, or no positions.
+        InputError: No examples, no positions, a batch size below 1, or a dtype that isn't a floating one.
         StoreError: ``out`` holds activations of other data, or can't be written.
     """
     need_wrapped(model)
     tokens, mask, attention = _inputs(model, batch, attention_mask)
     names = expand(model, sites)
-    if batch_size < 1 or len(tokens) == 0 or tokens.shape[1] == 0:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InputError(
-            f"collect needs sequences with tokens and a batch size of at least 1, got {len(tokens)} sequences of "
-            f"{tokens.shape[1]} and {batch_size}"
+            f"activations are kept in a floating dtype such as torch.float16, got dtype={dtype!r}. None keeps the model's"
+        )
+    whole_number("batch_size", batch_size)
+    if len(tokens) == 0 or tokens.shape[1] == 0:
+        raise InputError(
+            f"collect needs sequences with tokens, got {len(tokens)} sequences of {tokens.shape[1]}"
         )
     if isinstance(pos, int):
         pos = [pos]
     length = tokens.shape[1]
     kept = _positions(pos, length)
-    last = max((model.point(n).layer() + 1 for n in names if n.startswith("blocks.")), default=0)
-    inner = all(n.startswith("blocks.") for n in names) and model.can_skip()
+    stop = stops_at(model, names)
     store: _Memory | _Disk = (
         _Memory(len(tokens))
         if out is None
@@ -161,7 +166,7 @@ def collect(
                 device="cpu",
                 dtype=dtype,
                 return_type=None,
-                stop_at_layer=last if inner and last < model.cfg.n_layers else None,
+                stop_at_layer=stop,
                 attention_mask=None if attention is None else attention[rows],
             )
             store.put(int(rows[0]), {name: cache[name] for name in names})
@@ -175,6 +180,21 @@ def collect(
         tokens.cpu() if not tokens.is_floating_point() else None,
         model.cfg.model_name,
     )
+
+
+def stops_at(model: HookedModel, names: list[str]) -> int | None:
+    """The block before which a run that only collects can stop; None for a whole forward.
+
+    Args:
+        model: The wrapped model.
+        names: Hook points to collect.
+
+    Returns:
+        Block, below ``n_layers``.
+    """
+    last = max((model.point(n).layer() + 1 for n in names if n.startswith("blocks.")), default=0)
+    inner = all(n.startswith("blocks.") for n in names) and model.can_skip()
+    return last if inner and last < model.cfg.n_layers else None
 
 
 def padding_mask(mask: Tensor | None) -> Tensor | None:
@@ -325,14 +345,17 @@ class _Disk:
         self.folder, self.n, self.key = folder, n, key
         self.record = folder / "collect.json"
         self.files: dict[str, str] = {}
-        self.maps: dict[str, Any] = {}
+        self.arrays: dict[str, tuple[str, tuple[int, ...]]] = {}
         self.done = 0
         if not self.record.exists():
             return
         try:
             found = json.loads(self.record.read_text())
-            same, self.done, self.files = found["key"] == key, int(found["done"]), dict(found["files"])
-            arrays = {name: (str(dtype), tuple(shape)) for name, (dtype, shape) in found["arrays"].items()}
+            same, self.done = found["key"] == key, int(found["done"])
+            self.files = {name: Path(file).name for name, file in found["files"].items()}
+            self.arrays = {
+                name: (str(dtype), tuple(shape)) for name, (dtype, shape) in found["arrays"].items()
+            }
         except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as err:
             raise StoreError(
                 f"{str(self.record)!r} is damaged ({err}). Remove the folder or choose another."
@@ -343,14 +366,13 @@ class _Disk:
                 "Choose another folder, or remove this one."
             )
         for name, file in self.files.items():
-            path = folder / Path(file).name
+            path = folder / file
             held = self._open(path)
-            if (held.dtype.str, held.shape) != arrays.get(name):
+            if (held.dtype.str, held.shape) != self.arrays.get(name):
                 raise StoreError(
                     f"{str(path)!r} holds {held.dtype} {held.shape}, which is not what was written there. "
                     "Remove the folder to collect again."
                 )
-            self.maps[name] = held
 
     def _open(self, path: Path) -> Any:
         import numpy as np
@@ -378,7 +400,8 @@ class _Disk:
                     os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
         except OSError as err:
             if not path.is_symlink():
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(NotADirectoryError):
+                    path.unlink(missing_ok=True)
             raise StoreError(f"can't write to {str(self.folder)!r}: {err}") from err
         return made
 
@@ -389,21 +412,22 @@ class _Disk:
                     "bfloat16 can't be streamed to disk. Give dtype=torch.float16 or torch.float32"
                 )
             values = tensor.numpy()
-            if name not in self.maps:
-                file = f"site_{i:03d}.npy"
-                self.maps[name] = self._new(self.folder / file, values.dtype, (self.n, *values.shape[1:]))
-                self.files[name] = file
-            self.maps[name][start : start + len(values)] = values
-        for held in self.maps.values():
+            # Opened anew for each piece: pages of a file that stays mapped count as the process's memory.
+            if name in self.files:
+                held = self._open(self.folder / self.files[name])
+            else:
+                self.files[name] = file = f"site_{i:03d}.npy"
+                held = self._new(self.folder / file, values.dtype, (self.n, *values.shape[1:]))
+                self.arrays[name] = (held.dtype.str, held.shape)
+            held[start : start + len(values)] = values
             held.flush()
         self.done = start + len(next(iter(found.values())))
         with atomic_path(self.record) as part:
-            arrays = {name: (held.dtype.str, held.shape) for name, held in self.maps.items()}
-            content = {"key": self.key, "done": self.done, "files": self.files, "arrays": arrays}
+            content = {"key": self.key, "done": self.done, "files": self.files, "arrays": self.arrays}
             part.write_text(json.dumps(content))
 
     def tensors(self) -> dict[str, Tensor]:
-        return {name: torch.from_numpy(held) for name, held in self.maps.items()}
+        return {name: torch.from_numpy(self._open(self.folder / file)) for name, file in self.files.items()}
 
 
 def _no_link(path: Path) -> None:

@@ -97,6 +97,7 @@ def ablate_component(
     draws: int = 5,
     target: str | None = None,
     batch_size: int = 64,
+    memory: int | None = None,
     seed: int = 0,
     progress: bool = False,
 ) -> ComponentResult:
@@ -118,7 +119,8 @@ def ablate_component(
         source: Where means and other examples come from, of the same length; ``batch`` if None.
         draws: Resamples to average over.
         target: The label that the model answers with; needed unless the batch has one.
-        batch_size: Sequences in one forward pass.
+        batch_size: Sequences in one forward pass, at most.
+        memory: Bytes that the sweep may hold at once; None for the usual limits. See ``probelens.sweep.plan``.
         seed: Of resampling and intervals.
         progress: Show a progress bar.
 
@@ -170,7 +172,7 @@ def ablate_component(
                 ]
                 conditions.append(Condition((len(rows), i), tuple(edits)))
     found = sweep(
-        model, batch.tokens, conditions, reader(batch, metric, known), batch_size=batch_size,
+        model, batch.tokens, conditions, reader(batch, metric, known), batch_size=batch_size, memory=memory,
         attention_mask=getattr(batch, "attention_mask", None), progress=progress, describe="components",
     )  # fmt: skip
     scored = scored_positions(batch, metric)

@@ -40,6 +40,7 @@ def ablate_convolution(
     draws: int = 5,
     target: str | None = None,
     batch_size: int = 64,
+    memory: int | None = None,
     seed: int = 0,
     progress: bool = False,
 ) -> ComponentResult:
@@ -63,7 +64,8 @@ def ablate_convolution(
         metric: As for ``ablate``.
         draws: Resamples to average over.
         target: The label that the model answers with; needed unless the batch has one.
-        batch_size: Sequences in one forward pass.
+        batch_size: Sequences in one forward pass, at most.
+        memory: Bytes that a sweep may hold at once; None for the usual limits. See ``probelens.sweep.plan``.
         seed: Of resampling and intervals.
         progress: Show progress bars.
 
@@ -88,7 +90,8 @@ def ablate_convolution(
     groups = _groups(model, layers)
     scored, read = scored_positions(batch, metric), reader(batch, metric, known)
     shared: dict[str, Any] = {
-        "batch_size": batch_size, "attention_mask": getattr(batch, "attention_mask", None), "progress": progress
+        "batch_size": batch_size, "memory": memory, "attention_mask": getattr(batch, "attention_mask", None),
+        "progress": progress,
     }  # fmt: skip
     rows: list[dict[str, Any]] = []
     values: list[Tensor] = []

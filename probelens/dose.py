@@ -94,6 +94,7 @@ def dose_response(
     kinds: Sequence[Control] = CONTROLS,
     mlp: bool = False,
     batch_size: int = 64,
+    memory: int | None = None,
     seed: int = 0,
     progress: bool = False,
 ) -> DoseResult:
@@ -116,7 +117,8 @@ def dose_response(
         target: The label that the model answers with; ``label`` if None.
         kinds: Controls, as for ``ablate``.
         mlp: The refit includes a small MLP.
-        batch_size: Sequences in one forward pass.
+        batch_size: Sequences in one forward pass, at most.
+        memory: Bytes that the sweep may hold at once; None for the usual limits. See ``probelens.sweep.plan``.
         seed: Of control draws, splits and intervals.
         progress: Show progress bars.
 
@@ -124,7 +126,7 @@ def dose_response(
         Rows by site, rank, alpha, condition and draw.
 
     Raises:
-        InputError: No dose that any subspace has, or a strength outside 0 to 1.
+        InputError: No dose that any subspace has, a strength outside 0 to 1, or a memory budget that one sequence exceeds.
         UnknownHookError: A site that the model doesn't have.
     """
     need_wrapped(model)
@@ -145,7 +147,7 @@ def dose_response(
         for alpha in alphas if some else ():
             found = ablate(
                 model, batch, some, metric, refit, controls, label=label, target=target, kinds=kinds, alpha=alpha,
-                mlp=mlp, batch_size=batch_size, seed=seed, progress=progress,
+                mlp=mlp, batch_size=batch_size, memory=memory, seed=seed, progress=progress,
             )  # fmt: skip
             rows += [{**row, "full_rank": full.get(row["site"])} for row in found.rows]
     if found is None:

@@ -105,6 +105,7 @@ def erase(
     max_rank: int | None = None,
     mlp: bool = True,
     batch_size: int = 64,
+    memory: int | None = None,
     seed: int = 0,
     progress: bool = False,
 ) -> ErasureResult:
@@ -137,7 +138,8 @@ def erase(
         margin: How near its baseline a probe must come.
         max_rank: Budget of directions for INLP; None for the width.
         mlp: Also refit a small MLP.
-        batch_size: Sequences in one forward pass.
+        batch_size: Sequences in one forward pass, at most.
+        memory: Bytes that the ablations may hold at once; None for the usual limits. See ``probelens.sweep.plan``.
         seed: Of splits, control draws and intervals.
         progress: Show progress bars.
 
@@ -175,7 +177,7 @@ def erase(
             spaces = _inlp(model, fit_batch, names, label, margin, max_rank, batch_size, seed, progress)
         ablation = ablate(
             model, held_batch, spaces, metric, True, controls, label=label, target=target, kinds=kinds, mlp=mlp,
-            batch_size=batch_size, seed=seed, progress=progress,
+            batch_size=batch_size, memory=memory, seed=seed, progress=progress,
         )  # fmt: skip
     rows = [_row(row, spaces[row["site"]], method, len(fit_batch), margin) for row in ablation.targets()]
     return ErasureResult(rows, dict(spaces), ablation, method, label, margin)

@@ -148,6 +148,7 @@ def patch_sites(
     correct_only: bool = True,
     n_boot: int = 1000,
     batch_size: int = 64,
+    memory: int | None = None,
     seed: int = 0,
     progress: bool = False,
 ) -> PatchSitesResult:
@@ -177,7 +178,8 @@ def patch_sites(
         metric: As for ``patch``.
         correct_only: Count only pairs that both runs answer correctly.
         n_boot: Resamples of pairs for each interval.
-        batch_size: Pairs in one forward pass.
+        batch_size: Pairs in one forward pass, at most.
+        memory: Bytes that the sweep may hold at once; None for the usual limits. See ``probelens.sweep.plan``.
         seed: Of the intervals.
         progress: Show a progress bar.
 
@@ -210,7 +212,7 @@ def patch_sites(
 
     alike = False
     if answers_at_pos is None:
-        own = _own_answers(model, pairs, m, mask, batch_size)
+        own = _own_answers(model, pairs, m, mask, batch_size, memory)
         alike = bool((own[:, 0] == own[:, 1]).all())
         own = pairs.answers.long().cpu() if alike else own
     else:
@@ -229,9 +231,9 @@ def patch_sites(
     runs = list(dict.fromkeys(RUN[site.name] for site in asked))
     run = sweep(
         model, into, [Condition((key,), edits[key]) for key in runs], read,
-        batch_size=batch_size, attention_mask=mask, progress=progress, describe="sites",
+        batch_size=batch_size, memory=memory, attention_mask=mask, progress=progress, describe="sites",
     )  # fmt: skip
-    other = sweep(model, source, (), read, batch_size=batch_size, attention_mask=mask).base
+    other = sweep(model, source, (), read, batch_size=batch_size, memory=memory, attention_mask=mask).base
     clean, corrupted = (other, run.base) if mode == "denoise" else (run.base, other)
     counted = (clean > 0) & (corrupted < 0) if correct_only else torch.ones_like(clean, dtype=torch.bool)
     counted[:, 0] = (counted[:, 0] | alike) & (own[:, 0] != own[:, 1])
@@ -298,11 +300,13 @@ def _positions(pairs: Any, pos: int | Tensor | None) -> Tensor:
     return m
 
 
-def _own_answers(model: HookedModel, pairs: Any, m: Tensor, mask: Tensor | None, batch_size: int) -> Tensor:
+def _own_answers(
+    model: HookedModel, pairs: Any, m: Tensor, mask: Tensor | None, batch_size: int, memory: int | None
+) -> Tensor:
     """What the model answers at m on the clean and on the corrupted run. (example, 2)"""
     read = Read(lambda logits: logits[:, 0].argmax(-1), m[:, None])
     found = [
-        sweep(model, tokens, (), read, batch_size=batch_size, attention_mask=mask).base
+        sweep(model, tokens, (), read, batch_size=batch_size, memory=memory, attention_mask=mask).base
         for tokens in (pairs.clean, pairs.corrupted)
     ]
     return torch.stack(found, 1)

@@ -14,20 +14,32 @@ import torch
 from torch import Tensor
 
 from probelens._modes import differentiable
-from probelens._patch_parts import Metric, Mode, Pos, at_column, columns, first_order, read_metric, replace
+from probelens._patch_parts import (
+    Metric,
+    Mode,
+    Pos,
+    at_column,
+    check_pairs,
+    columns,
+    first_order,
+    read_metric,
+)
 from probelens._quick import quick
 from probelens.collect import collect, padding_mask
 from probelens.errors import InputError, MetricError
 from probelens.model import HookedModel
+from probelens.patch_plan import patch_plan
 from probelens.results import Result
 from probelens.sites import Sites, expand, layer_of, need_wrapped
-from probelens.sweep import Condition, Read, sweep
+from probelens.sweep import Read, sweep
 
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
 __all__ = ["PatchResult", "attribute", "patch"]
+
+plan = patch_plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,6 +265,7 @@ def patch(
     *,
     joint: bool = False,
     batch_size: int = 64,
+    memory: int | None = None,
     seed: int = 0,
     progress: bool = False,
 ) -> PatchResult:
@@ -268,7 +281,9 @@ def patch(
         metric: "logit_diff" (clean minus corrupted answer), "prob_diff", or a function of the
             logits at the read position (batch, d_vocab) and the answers (batch, 2).
         joint: Patch all sites together in one run instead of each by itself.
-        batch_size: Pairs in one forward pass.
+        batch_size: Pairs in one forward pass, at most.
+        memory: Bytes that may be held at once, for a sweep that would need too much; None for the usual
+            limits. Values stay the same up to rounding. ``patch_plan`` says what is held.
         seed: Not used by exact patching; kept in the result.
         progress: Show a progress bar.
 
@@ -276,75 +291,17 @@ def patch(
         ``values`` (site, pos, example), and ``recovery()`` (site, pos).
 
     Raises:
-        InputError: An unknown mode, metric or position, or an answer outside the vocabulary.
+        InputError: An unknown mode, metric or position, an answer outside the vocabulary, or a memory budget
+            that one pair at one patch exceeds.
         UnknownHookError: A site that the model doesn't have.
 
     Source:
         Denoising ρ = (LD_patch − LD_corr)/(LD_clean − LD_corr): Heimersheim and Nanda 2024,
         arXiv 2404.15255; Zhang and Nanda 2024, arXiv 2309.16042.
     """
-    need_wrapped(model)
-    _check_call(pairs, mode)
-    names = expand(model, sites)
-    where, labels = columns(pos, pairs.clean.shape[1], len(pairs))
-    into, source = (pairs.corrupted, pairs.clean) if mode == "denoise" else (pairs.clean, pairs.corrupted)
-    mask = padding_mask(pairs.mask)
-    read = Read(read_metric(metric), pairs.read_pos[:, None].long(), {"answers": pairs.answers})
-    values = collect(model, source, names, batch_size=batch_size, attention_mask=mask).tensors
-    groups = [names] if joint else [[name] for name in names]
-    conditions = [
-        Condition((i, j), tuple(replace(model, name, values[name], column) for name in group))
-        for i, group in enumerate(groups)
-        for j, column in enumerate(where)
-    ]
-    run = sweep(
-        model,
-        into,
-        conditions,
-        read,
-        batch_size=batch_size,
-        attention_mask=mask,
-        progress=progress,
-        describe="patches",
-    )
-    other = sweep(model, source, (), read, batch_size=batch_size, attention_mask=mask)
-    clean, corrupted = (other.base, run.base) if mode == "denoise" else (run.base, other.base)
-    shown = [" + ".join(group) for group in groups]
-    n = model.cfg.n_layers
-    return PatchResult(
-        run.values.reshape(len(groups), len(where), -1),
-        clean,
-        corrupted,
-        (clean > 0) & (corrupted < 0),
-        shown,
-        [layer_of(group[0], n) for group in groups],
-        labels,
-        mode,
-        metric if isinstance(metric, str) else getattr(metric, "__name__", "custom"),
-        "patch",
-        run.path,
-        pairs.clean.cpu(),
-        joint,
-        {"marks": _marks(pairs)},
-    )
-
-
-def _check_call(pairs: Any, mode: str) -> None:
-    if mode not in ("denoise", "noise"):
-        raise InputError(f"mode {mode!r} is not known. Allowed: 'denoise', 'noise'")
-    if not hasattr(pairs, "clean") or not hasattr(pairs, "answers"):
-        raise InputError(
-            f"patching needs PatchPairs, got a {type(pairs).__name__}. Make them with task.pairs(), or "
-            "probelens.PatchPairs(clean, corrupted, edit_pos, read_pos, answers)."
-        )
-    if not len(pairs):
-        raise InputError("there is no pair to patch: clean and corrupted have no example")
-
-
-def _marks(pairs: Any) -> dict[str, int]:
-    """Positions that all pairs share: where they were edited, and where the answer is read."""
-    found = {"edited": pairs.edit_pos, "read": pairs.read_pos}
-    return {name: int(pos[0]) for name, pos in found.items() if bool((pos == pos[0]).all())}
+    return patch_plan(
+        model, pairs, sites, pos, mode, metric, joint=joint, batch_size=batch_size, memory=memory, seed=seed
+    ).run(progress)
 
 
 def attribute(
@@ -391,7 +348,7 @@ def attribute(
             f"attribute() needs a gradient, and none comes back from a model run by {model.adapter.name!r} elsewhere. "
             "Use patch()"
         )
-    _check_call(pairs, mode)
+    check_pairs(pairs, mode)
     names = expand(model, sites)
     where, labels = columns(pos, pairs.clean.shape[1], len(pairs))
     into, source = (pairs.corrupted, pairs.clean) if mode == "denoise" else (pairs.clean, pairs.corrupted)

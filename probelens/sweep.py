@@ -3,7 +3,8 @@
 Patching, ablation and profiles only describe what to run. The engine runs the unedited model
 once, keeps the residual where an edit begins, starts every condition there, and computes logits
 only where they are read. On causal models it also leaves out the positions before the first changed
-one, and runs conditions that begin near each other in one pass.
+one, and runs conditions that begin near each other in one pass. A plan says beforehand which of this
+is possible, what it costs and what it holds in memory.
 """
 
 from __future__ import annotations
@@ -12,18 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from probelens._quick import quick
-from probelens._suffix import SuffixRuns
+from probelens._engine import Engine
+from probelens._limits import mib
 from probelens.collect import told
-from probelens.errors import InputError, ShapeError
+from probelens.errors import InputError
 from probelens.hooks import HookFn, at
 from probelens.model import HookedModel
-from probelens.progress import progress_bar
 
-__all__ = ["Condition", "Edit", "Read", "SweepResult", "sweep"]
+__all__ = ["Condition", "Edit", "Read", "SweepPlan", "SweepResult", "plan", "sweep"]
 
 
 @dataclass(frozen=True)
@@ -33,14 +32,18 @@ class Edit:
     Args:
         name: Hook point.
         fn: ``fn(tensor, hook, **rows)`` with the batch's rows of ``data``; returns a tensor or None.
-        data: Tensors with one row an example, cut to the batch that runs. (example, ...)
+        data: Tensors with one row an example, cut to the batch that runs (example, ...); or functions
+            that give the rows of the batch.
         pos: Limit to these positions, through ``probelens.at``; None for the whole tensor.
+        first: The first position that may change in each example, for a plan; None if that isn't known.
+            What runs doesn't depend on it. (example,)
     """
 
     name: str
     fn: Callable[..., Tensor | None]
-    data: Mapping[str, Tensor] = field(default_factory=dict)
+    data: Mapping[str, Tensor | Callable[[Tensor], Tensor]] = field(default_factory=dict)
     pos: tuple[int, ...] | None = None
+    first: Tensor | None = None
 
     def hook(self, rows: Tensor) -> HookFn:
         """The hook function for the examples ``rows``.
@@ -51,12 +54,28 @@ class Edit:
         Returns:
             A hook function for this batch.
         """
-        cut = {key: value[rows.to(value.device)] for key, value in self.data.items()}
+        cut = {
+            key: value[rows.to(value.device)] if isinstance(value, Tensor) else value(rows)
+            for key, value in self.data.items()
+        }
 
         def call(tensor: Tensor, hook: Any) -> Tensor | None:
             return self.fn(tensor, hook, **cut)
 
         return call if self.pos is None else at(self.pos, call)
+
+    def earliest(self, rows: Tensor, length: int) -> int:
+        """The first position that may change, as far as ``pos`` and ``first`` say.
+
+        Args:
+            rows: Which examples are in the batch. (batch,)
+            length: Positions of a sequence.
+
+        Returns:
+            A position; the length where none may change.
+        """
+        stated = 0 if self.pos is None else min((p % length for p in self.pos), default=length)
+        return stated if self.first is None else max(stated, int(self.first[rows].min()))
 
 
 @dataclass(frozen=True)
@@ -96,11 +115,173 @@ class SweepResult:
         base: (example, ...)
         path: "resume" if runs began at their first changed block and position, many in a pass; "skip" if
             they began at their first edited block; "full" if not.
+        why: Why no shorter path was taken; "" for "resume".
     """
 
     values: Tensor
     base: Tensor
     path: str
+    why: str = ""
+
+
+_PATHS = {
+    "resume": "each run begins at its first changed block and position, many in a pass",
+    "skip": "each run begins at its first edited block",
+    "full": "each run is a whole forward",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class SweepPlan:
+    """What a sweep will run, by which path and why, what that costs and what it holds; ``run`` runs it.
+
+    Costs are counts, of what runs for the sweep: a block-position is one block run on one position of one
+    example. On the path "resume" they are the most that can come: where an edit first changes something is
+    known only once it runs, and runs that come out later, or equal to the unedited one, cost less. For edits
+    inside a block the plan takes the first position. Not counted are trials on a few random tokens, made once a model.
+
+    Args:
+        conditions: How many.
+        examples: How many.
+        positions: Of a sequence.
+        batch_size: Examples of a batch; fewer than asked for where the memory budget demands it.
+        batches: How many.
+        path: "resume", "skip" or "full", as in ``SweepResult``. A first trial on the inputs themselves, which
+            can still turn "resume" down, is part of the run; its result says so.
+        why: Why no shorter path is possible; "" for "resume".
+        block_positions: Of all runs.
+        unembedded: Positions that go through the final norm and the unembedding.
+        naive_block_positions: The same with one whole forward for each condition and one unedited.
+        naive_unembedded: The same.
+        exact: Whether the counts are what will run; otherwise they are the most.
+        held: Bytes held at most, beside the weights, the inputs, the values and what a forward of one batch
+            needs while it runs: "states" and "residuals" kept of the unedited run, "edited" residuals, copies for
+            "passes" that conditions share, "logits", "source" (activations that are put in).
+        memory: The budget in bytes; None for none.
+    """
+
+    conditions: int
+    examples: int
+    positions: int
+    batch_size: int
+    batches: int
+    path: str
+    why: str
+    block_positions: int
+    unembedded: int
+    naive_block_positions: int
+    naive_unembedded: int
+    exact: bool
+    held: Mapping[str, int]
+    memory: int | None
+    _engine: Engine = field(repr=False)
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer block-positions than one whole forward a condition; at least, unless ``exact``."""
+        return self.naive_block_positions / max(1, self.block_positions)
+
+    @property
+    def bytes(self) -> int:
+        """The sum of ``held``: never above ``memory``."""
+        return sum(self.held.values())
+
+    def __str__(self) -> str:
+        most, least = ("", "") if self.exact else (" at most", " at least")
+        parts = ", ".join(f"{name} {mib(size)}" for name, size in self.held.items())
+        return "\n".join(
+            [
+                f"{self.conditions} conditions on {self.examples} examples of {self.positions} positions, in "
+                f"{self.batches} {'batch' if self.batches == 1 else 'batches'} of up to {self.batch_size}",
+                f"path: {self.path}, {_PATHS[self.path]}" + (f" (no shorter one: {self.why})" if self.why else ""),
+                f"block-positions: {self.block_positions:,}{most}, whole forwards {self.naive_block_positions:,}: "
+                f"{self.ratio:.2f}x fewer{least}",
+                f"unembedded positions: {self.unembedded:,}{most}, whole forwards {self.naive_unembedded:,}: "
+                f"{self.naive_unembedded / max(1, self.unembedded):.2f}x fewer{least}",
+                f"held: {mib(self.bytes)} at most ({parts}), "
+                + ("no budget" if self.memory is None else f"budget {mib(self.memory)}"),
+            ]
+        )  # fmt: skip
+
+    def run(self, progress: bool = False, describe: str = "conditions") -> SweepResult:
+        """Run what was planned.
+
+        Where the model's hooks, dtype or device changed since, or a trial on the inputs shows that resuming
+        gives other numbers, a new plan is made and run; the result's ``path`` and ``why`` are those of what ran.
+
+        Args:
+            progress: Show a progress bar.
+            describe: What the bar counts.
+
+        Returns:
+            Values on the CPU, in the order of the conditions. (condition, example, ...)
+
+        Raises:
+            HookNotFiredError: An edit that the run didn't reach.
+        """
+        engine = self._engine
+        found = engine.run(progress, describe) if engine.state() == engine.seen else None
+        return (
+            self._anew().run(progress, describe)
+            if found is None
+            else SweepResult(*found, self.path, self.why)
+        )
+
+    def _anew(self) -> SweepPlan:
+        e = self._engine
+        return plan(
+            e.model, e.tokens, e.conditions, e.read, batch_size=e.batch_size, attention_mask=e.mask, memory=e.memory,
+            source_bytes=e.sizes.source,
+        )  # fmt: skip
+
+
+def plan(
+    model: HookedModel,
+    tokens: Tensor,
+    conditions: Sequence[Condition],
+    read: Read,
+    *,
+    batch_size: int = 64,
+    attention_mask: Tensor | None = None,
+    memory: int | None = None,
+    source_bytes: int = 0,
+) -> SweepPlan:
+    """Say what a sweep will run, and what it costs, before it runs.
+
+    Args:
+        model: The wrapped model.
+        tokens: Inputs. (example, pos)
+        conditions: What to run.
+        read: What to keep.
+        batch_size: Examples in one forward pass, at most.
+        attention_mask: 1 for real tokens. (example, pos)
+        memory: Bytes that may be held at once, as ``SweepPlan.held`` counts them. The work is cut to fit:
+            fewer examples a batch, fewer conditions a pass, a longer path where what the shorter one keeps is
+            too much. Values stay the same up to rounding. None cuts as ever: 1 GiB of states, 256 MiB of edited residuals,
+            64 MiB of logits, 1 GiB of copies for passes.
+        source_bytes: Bytes of an example that the edits' own functions hold for a batch.
+
+    Returns:
+        The plan; its ``run`` gives what ``sweep`` gives.
+
+    Raises:
+        InputError: No examples, a batch size below 1, or a budget too small for one example under one condition.
+        UnknownHookError: An edit at a point that the model doesn't have.
+    """
+    if batch_size < 1 or len(tokens) == 0:
+        raise InputError(
+            f"sweep needs examples and a batch size of at least 1, got {len(tokens)} and {batch_size}"
+        )
+    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int)):
+        raise InputError(f"memory={memory!r}: give a whole number of bytes, such as 2**30, or None")
+    mask = told(model, attention_mask)
+    engine = Engine(model, tokens, conditions, read, mask, batch_size, memory, source_bytes)
+    blocks, reads = engine.counts()
+    whole = (len(conditions) + 1) * len(tokens) * tokens.shape[1]
+    return SweepPlan(
+        len(conditions), len(tokens), tokens.shape[1], engine.limits.batch, len(engine.chunks), engine.path, engine.why,
+        blocks, reads, whole * model.cfg.n_layers, whole, engine.path != "resume", engine.holds(), memory, engine,
+    )  # fmt: skip
 
 
 def sweep(
@@ -111,18 +292,20 @@ def sweep(
     *,
     batch_size: int = 64,
     attention_mask: Tensor | None = None,
+    memory: int | None = None,
     progress: bool = False,
     describe: str = "conditions",
 ) -> SweepResult:
-    """Run every condition on every example.
+    """Run every condition on every example: ``plan`` and its ``run``.
 
     Args:
         model: The wrapped model; run in eval mode, without gradients.
         tokens: Inputs. (example, pos)
         conditions: What to run.
         read: What to keep.
-        batch_size: Examples in one forward pass.
+        batch_size: Examples in one forward pass, at most.
         attention_mask: 1 for real tokens. (example, pos)
+        memory: Bytes that may be held at once; see ``plan``.
         progress: Show a progress bar.
         describe: What the bar counts.
 
@@ -130,120 +313,10 @@ def sweep(
         Values on the CPU, in the order of ``conditions``.
 
     Raises:
-        InputError: No examples, or a batch size below 1.
+        InputError: No examples, a batch size below 1, or a memory budget that one example exceeds.
         HookNotFiredError: An edit that the run didn't reach.
     """
-    if batch_size < 1 or len(tokens) == 0:
-        raise InputError(
-            f"sweep needs examples and a batch size of at least 1, got {len(tokens)} and {batch_size}"
-        )
-    engine = _Engine(model, tokens, read, told(model, attention_mask))
-    starts = [engine.start(condition) for condition in conditions]
-    suffix = engine.suffix(conditions, batch_size)
-    values: list[list[Tensor]] = [[] for _ in conditions]
-    base: list[Tensor] = []
-    chunks = torch.arange(len(tokens)).split(batch_size)
-    with (
-        torch.no_grad(),
-        model.evaluating(),
-        quick(model, {edit.name for condition in conditions for edit in condition.edits}),
-        progress_bar(len(chunks) * (len(conditions) + 1), describe, progress) as bar,
-    ):
-        for rows in chunks:
-            found = suffix.run(rows, bar.update) if suffix is not None else None
-            resids: dict[int, Tensor] = {}
-            if found is None:
-                suffix = None
-                resids, value = engine.base(rows, {s for s in starts if s is not None})
-                found = value, {}
-            value, done = found
-            base.append(value)
-            bar.update(1)
-            for i, (condition, start, kept) in enumerate(zip(conditions, starts, values, strict=True)):
-                if i in done:
-                    kept.append(done[i])
-                    continue
-                kept.append(
-                    engine.edited(rows, condition, start if start in resids or not start else None, resids)
-                )
-                bar.update(1)
-    stacked = (
-        torch.stack([torch.cat(kept) for kept in values])
-        if conditions
-        else torch.empty(0, *torch.cat(base).shape)
+    planned = plan(
+        model, tokens, conditions, read, batch_size=batch_size, attention_mask=attention_mask, memory=memory
     )
-    short = "skip" if any(start is not None for start in starts) else "full"
-    path = short if suffix is None else "resume"
-    return SweepResult(stacked, torch.cat(base), path)
-
-
-class _Engine:
-    """Runs one batch under one condition, by the shortest way that gives the same numbers."""
-
-    def __init__(self, model: HookedModel, tokens: Tensor, read: Read, mask: Tensor | None) -> None:
-        self.model = model
-        self.tokens = tokens
-        self.read = read
-        self.mask = mask
-        self.n = model.cfg.n_layers
-        if read.pos is not None and (read.pos.ndim != 2 or len(read.pos) != len(tokens)):
-            raise ShapeError(
-                f"read positions must be (example, read) with {len(tokens)} examples, got {tuple(read.pos.shape)}"
-            )
-        # Hooks that the caller left on the model may stand anywhere, so every run is then a full one.
-        # Where something goes around the blocks, starting at one would be wrong.
-        self.short = model.can_skip() and not model.has_hooks() and model.chained(self.n)
-
-    def start(self, condition: Condition) -> int | None:
-        """The first block that the condition touches; None to run everything."""
-        layers = []
-        for edit in condition.edits:
-            name = self.model.point(edit.name).name
-            if not name.startswith("blocks."):
-                return None
-            layers.append(int(name.split(".")[1]))
-        return min(layers) if self.short and layers and self.model.chained(min(layers)) else None
-
-    def suffix(self, conditions: Sequence[Condition], batch_size: int) -> SuffixRuns | None:
-        """Runs from the first changed position on, where they are possible and sure to be right."""
-        if not self.short or self.mask is not None:
-            return None
-        return SuffixRuns.of(self.model, self.tokens, self.read, conditions, batch_size)
-
-    def base(self, rows: Tensor, starts: set[int]) -> tuple[dict[int, Tensor], Tensor]:
-        tokens, mask = self._inputs(rows)
-        if not starts:
-            return {}, self._value(self.model(tokens, attention_mask=mask), rows)
-        names = {layer: f"blocks.{layer}.hook_resid_pre" for layer in starts if layer > 0}
-        if not names:
-            logits = self.model(tokens, attention_mask=mask)
-            return {}, self._value(logits, rows)
-        logits, cache = self.model.run_with_cache(tokens, list(names.values()), attention_mask=mask)
-        return {layer: cache[name] for layer, name in names.items()}, self._value(logits, rows)
-
-    def edited(
-        self, rows: Tensor, condition: Condition, start: int | None, resids: dict[int, Tensor]
-    ) -> Tensor:
-        hooks = [(edit.name, edit.hook(rows)) for edit in condition.edits]
-        tokens, mask = self._inputs(rows)
-        begin: dict[str, Any] = {"attention_mask": mask}
-        inputs = tokens
-        if start:
-            inputs, begin["start_at_layer"] = resids[start], start
-        if start is None or self.read.pos is None:
-            return self._value(self.model.run_with_hooks(inputs, hooks, **begin), rows)
-        resid = self.model.run_with_hooks(inputs, hooks, stop_at_layer=self.n, **begin)
-        # Only the read positions need the final norm and the unembedding.
-        where = self.read.pos[rows].to(resid.device)
-        picked = resid.gather(1, where[..., None].expand(-1, -1, resid.shape[-1]))
-        return self._value(self.model(picked, start_at_layer=self.n), rows, picked=True)
-
-    def _inputs(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.tokens[rows], None if self.mask is None else self.mask[rows]
-
-    def _value(self, logits: Tensor, rows: Tensor, picked: bool = False) -> Tensor:
-        if self.read.pos is not None and not picked:
-            where = self.read.pos[rows].to(logits.device)
-            logits = logits.gather(1, where[..., None].expand(-1, -1, logits.shape[-1]))
-        data = {key: value[rows].to(logits.device) for key, value in self.read.data.items()}
-        return self.read.fn(logits, **data).detach().cpu()
+    return planned.run(progress, describe)

@@ -147,6 +147,7 @@ EMPTY_CALLS: dict[str, tuple[Call, str]] = {
     "component none": (lambda m: pl.ablate_component(m, BATCH, [], target="state"), "site|component"),
     "component all masked": (lambda m: pl.ablate_component(m, MASKED, [RESID], ["zero"], target="state"), "no position"),
     "patch no pair": (lambda m: pl.patch(m, NO_PAIRS, [RESID]), "pair"),
+    "plan no pair": (lambda m: pl.patch_plan(m, NO_PAIRS, [RESID]), "pair"),
     "attribute no pair": (lambda m: pl.attribute(m, NO_PAIRS, [RESID]), "pair"),
     "patch no site": (lambda m: pl.patch(m, PAIRS, []), "empty list"),
     "patch_sites none": (lambda m: pl.patch_sites(m, PAIRS, 3, "", correct_only=False), "which|reading|letter"),
@@ -188,7 +189,7 @@ def test_statistics_plots_and_fits_of_nothing_are_refused(call: Callable[[], Any
         call()
 
 
-@pytest.mark.parametrize("name", ["collect", "ablate", "erase", "patch", "attribute", "profile", "patch_sites", "dose_response",
+@pytest.mark.parametrize("name", ["collect", "ablate", "erase", "patch", "patch_plan", "attribute", "profile", "patch_sites", "dose_response",
                                   "length_transfer", "ablate_component", "ablate_convolution"])  # fmt: skip
 def test_a_module_that_is_not_wrapped_is_told_how(name: str) -> None:
     call = getattr(pl, name)

@@ -82,9 +82,11 @@ def test_the_page_runs_and_leaves_what_it_says(
         names = run_page("docs/how-to.md")
     made = {path.name for path in tmp_path.iterdir()}
     assert made == {"activations", "readable.safetensors", "readable.csv", "readable.html", "report.html"}
-    assert re.fullmatch(
-        r"0\.\d{3} \[0\.\d{3}, 0\.\d{3}\], generalises to seeds and examples\n", capsys.readouterr().out
-    )
+    said, planned = capsys.readouterr().out.split("\n", 1)
+    assert re.fullmatch(r"0\.\d{3} \[0\.\d{3}, 0\.\d{3}\], generalises to seeds and examples", said)
+    assert planned == f"{names['plan']}\n"
+    everywhere = names["everywhere"].values  # type: ignore[attr-defined]
+    assert torch.allclose(everywhere[:, [0, 9]], names["at_two"].values, atol=1e-5)  # type: ignore[attr-defined]
     assert names["readable"].accuracy("blocks.0.hook_resid_post") > 0.9  # type: ignore[attr-defined]
     recovery = names["where_they_differ"].recovery()  # type: ignore[attr-defined]
     assert recovery[0, 0] == pytest.approx(1.0, abs=1e-4), (

@@ -98,13 +98,11 @@ def test_passes_shared_or_not_and_kept_states_far_apart_change_nothing(
         monkeypatch.undo()
         assert close(together.values, alone.values)
         assert together.path == alone.path == "resume"
-    from probelens.adapters import _resume as ways
-
-    monkeypatch.setattr(
-        ways, "_BUDGET", 4 * N * ways._state_size(model.module.backbone.layers[0].mixer) * 3 * 4
-    )
+    resumer = _resume.resumer_of(model)
+    assert resumer is not None
+    monkeypatch.setattr(_resume.Resumer, "BUDGET", resumer.holds(N, LENGTH, 3))
     coarse = sweep(model, x, conditions, read)
-    assert _resume.resumer_of(model).stride == 3  # type: ignore[union-attr]
+    assert resumer.spacing == 3
     assert coarse.path == "resume"
     assert close(coarse.values, together.values)
 
