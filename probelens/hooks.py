@@ -175,7 +175,8 @@ class Entry:
             return self._listen_to_gradient(tensor, hook)
         self.fired += 1
         fn = self.fn if self.keep is None or not spare else self.keep
-        new = fn(tensor, hook=hook)
+        with _named(hook):
+            new = fn(tensor, hook=hook)
         return tensor if new is None else _checked(new, tensor, hook)
 
     def _listen_to_gradient(self, tensor: Tensor, hook: HookPoint) -> Tensor:
@@ -193,11 +194,22 @@ class Entry:
             if not self.active:
                 return None
             self.fired += 1
-            new = self.fn(grad, hook=hook)
+            with _named(hook):
+                new = self.fn(grad, hook=hook)
             return None if new is None else _checked(new, grad, hook)
 
         tensor.register_hook(on_gradient)
         return tensor
+
+
+@contextlib.contextmanager
+def _named(hook: HookPoint) -> Iterator[None]:
+    """Say in the traceback of whatever a hook function raises which point it was called at, and how."""
+    try:
+        yield
+    except Exception as err:
+        err.add_note(f"Raised by the hook at {hook.name!r}, which was called as fn(tensor, hook=point).")
+        raise
 
 
 class Tap:

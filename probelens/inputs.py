@@ -169,6 +169,8 @@ class ModelInputs(PointNames):
                     f"tokens are integers (batch, pos), got {described(tokens)}. Use tokens.long()."
                 )
             return
+        if tokens.dtype == torch.bool:
+            raise InputError(f"tokens are integers (batch, pos), got {described(tokens)}: a mask?")
         if tokens.numel() == 0 or tokens.ndim != 2:
             raise ShapeError(f"tokens must be (batch, pos) and not empty, got shape {tuple(tokens.shape)}")
         low, high = (int(x) for x in torch.aminmax(tokens))

@@ -84,6 +84,10 @@ def load(
         InputError: No such model, or it can't be read.
         StoreError: A formal model's file that is damaged.
     """
+    if not isinstance(name, (str, os.PathLike)):
+        raise InputError(
+            f"load() needs a hub id or a folder, got a {type(name).__name__}. A model that is in memory goes to pl.wrap()"
+        )
     text = os.fspath(name)
     if not text:
         raise InputError("load() needs a hub id or a folder, got an empty name")

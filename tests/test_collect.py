@@ -243,3 +243,22 @@ def test_nothing_to_collect_is_an_error(model: pl.HookedModel, kw: dict) -> None
     batch = kw.pop("batch", zoo.tokens())
     with pytest.raises(pl.ProbelensError):
         pl.collect(model, batch, "resid_post", **kw)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system doesn't tell")
+def test_what_is_on_disk_does_not_stay_in_memory(tmp_path: Path) -> None:
+    from probelens.collect import _Disk
+
+    def resident() -> int:
+        text = Path("/proc/self/status").read_text()
+        return int(text.split("RssFile:")[1].split()[0]) * 1024
+
+    piece = torch.ones(64, 128, 128)  # 4 MiB
+    before = resident()
+    store = _Disk(tmp_path / "folder", 64 * 24, "key")
+    for i in range(24):
+        store.put(64 * i, {"site": piece})
+    assert resident() - before < 3 * piece.nbytes
+    kept = store.tensors()["site"]
+    assert bool((kept == 1).all())  # the control: read through one map, all of it counts
+    assert resident() - before > 20 * piece.nbytes

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
+import zoo
+from torch import Tensor
 
 import probelens as pl
 from probelens import errors
@@ -50,3 +56,47 @@ def test_the_extra_of_every_optional_package_exists() -> None:
 )
 def test_nearest(asked: str, options: list[str], first: list[str]) -> None:
     assert errors.nearest(asked, options) == first
+
+
+def hooked() -> tuple[pl.HookedModel, Tensor]:
+    return pl.wrap(zoo.build("neox")), torch.arange(12).view(2, 6)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda m, x, _: pl.collect(m, x, batch_size=2.5), "batch_size=2.5: allowed are whole numbers from 1 on"),
+        (lambda m, x, _: pl.collect(m, x, batch_size="8"), "batch_size='8': allowed are whole numbers from 1 on"),
+        (lambda m, x, _: pl.collect(m, x, batch_size=True), "batch_size=True: allowed"),
+        (lambda m, x, _: pl.collect(m, x, dtype="float16"), "a floating dtype such as torch.float16, got dtype='float16'"),
+        (lambda m, x, _: pl.collect(m, x, dtype=torch.int32), "got dtype=torch.int32"),
+        (lambda m, x, file: pl.collect(m, x, out=file), "can't write to .*file"),
+        (lambda m, x, _: m(x > 5), r"tokens are integers \(batch, pos\), got .* torch.bool"),
+        (lambda m, x, _: pl.load(None), "needs a hub id or a folder, got a NoneType"),
+        (lambda m, x, _: pl.load(m.module), "A model that is in memory goes to pl.wrap"),
+    ],
+)  # fmt: skip
+def test_an_argument_of_the_wrong_kind_is_named(call: Any, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("kept")
+    with pytest.raises(pl.ProbelensError, match=said):
+        call(*hooked(), file)
+    assert file.read_text() == "kept"
+
+
+def test_what_a_hook_raises_names_the_point_and_stays_what_it_was() -> None:
+    model, x = hooked()
+    point = "blocks.1.hook_resid_post"
+    said = f"Raised by the hook at '{point}', which was called as fn(tensor, hook=point)."
+
+    def divide(tensor: Tensor, hook: pl.HookPoint) -> None:
+        raise ZeroDivisionError("mine")
+
+    for fn, kind in ((divide, ZeroDivisionError), (lambda tensor: tensor, TypeError)):
+        for wrapped in (fn, pl.at(2, fn)):
+            with pytest.raises(kind) as err:
+                model.run_with_hooks(x, [(point, wrapped)])
+            assert err.value.__notes__ == [said]
+    with pytest.raises(ZeroDivisionError) as err, model.hooks(bwd_hooks=[(point, divide)]):
+        model(x).sum().backward()
+    assert said in getattr(err.value, "__notes__", [])
