@@ -10,10 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probelens.adapter import Adapter, swapped_forward
+from probelens.adapter import Adapter, refuse_replaced_forward, replaced_forward, swapped_forward
 from probelens.errors import InputError
 from probelens.hooks import HookPoint, Tap
 from probelens.ssm import MAMBA2_POINTS, MAMBA_POINTS, MambaState, is_mamba2, mamba2_mixer, mamba_mixer
+
+# Whose classes the reference forward is equal to.
+PACKAGES = ("transformers", "mamba_ssm")
+METHODS = ("forward", "slow_forward", "cuda_kernels_forward")
 
 # Positions that each layer of a cache went through while instrumented.
 _SEEN: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
@@ -41,15 +45,21 @@ def mixer_points(adapter: Adapter, prefix: str, path: str) -> list[HookPoint]:
 
 def quick(adapter: Adapter, paths: list[str]) -> list[str]:
     """Of these mixers, those that the reference forward runs faster: all on a CPU, where there are no kernels."""
-    return [path for path in paths if adapter.device_of(path) == torch.device("cpu")]
+    return [
+        path for path in paths
+        if adapter.device_of(path) == torch.device("cpu")
+        and replaced_forward(adapter.module.get_submodule(path), PACKAGES, METHODS) is None
+    ]  # fmt: skip
 
 
 def instrumented(mixer: nn.Module, tap: Tap) -> contextlib.AbstractContextManager[None]:
     """Run the reference forward of a mixer, with ``tap``, while the context lasts.
 
     Raises:
-        InputError: A hook of the user's own stands on a module that this forward computes itself.
+        InputError: The mixer's forward is not its class's own, or a PyTorch hook stands on a module that the
+            reference forward computes itself.
     """
+    refuse_replaced_forward(mixer, PACKAGES, METHODS)
     for name in ("norm", "act"):
         inner = getattr(mixer, name, None)
         if isinstance(inner, nn.Module) and (inner._forward_hooks or inner._forward_pre_hooks):

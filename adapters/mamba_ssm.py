@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from probelens.adapter import RESID, Adapter, ModelConfig, StopForward, swapped_forward
+from probelens.adapter import (
+    RESID,
+    Adapter,
+    ModelConfig,
+    StopForward,
+    refuse_replaced_forward,
+    swapped_forward,
+)
 from probelens.adapters import _mamba
 from probelens.adapters._blocks import join
 from probelens.adapters._mamba_ssm_files import load as load_checkpoint
@@ -184,6 +191,7 @@ class MambaSSM(Adapter):
             elif path in self.blocks:
                 norms, forward = [module.norm, getattr(module, "norm2", None)], _block_forward(module, tap)
             else:
+                refuse_replaced_forward(module, ("mamba_ssm",))
                 forward = _mixer_forward(module, tap)
             for norm in norms:
                 if norm is not None:

@@ -21,6 +21,7 @@ from probelens.adapter import (
     Call,
     ModelConfig,
     StopForward,
+    refuse_replaced_forward,
     swapped_forward,
 )
 from probelens.adapters._hf import is_hf
@@ -172,6 +173,7 @@ class TorchRNN(Adapter):
 
     def instrument(self, path: str, tap: Tap) -> contextlib.AbstractContextManager[None]:
         rnn = self._rnn(path)
+        refuse_replaced_forward(rnn, ("torch",))
 
         def forward(input: Any, hx: Any = None) -> Any:
             return rnn_forward(rnn, input, hx, tap)

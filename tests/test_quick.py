@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import zoo
-from torch import Tensor
+from torch import Tensor, nn
 
 import probelens as pl
 from probelens._quick import quick
+from probelens.adapter import replaced_forward
+from probelens.adapters import _mamba
 
 SITE = "blocks.1.hook_resid_post"
 
@@ -83,18 +87,49 @@ def test_hooks_of_the_callers_own_keep_the_native_forward() -> None:
     assert instrumented(model, lambda: pl.collect(model, x, SITE)) > 0
 
 
-def test_a_mixer_that_computes_something_else_runs_its_own_forward() -> None:
+@pytest.mark.parametrize("noticed", [True, False])
+def test_a_mixer_that_computes_something_else_runs_its_own_forward(
+    noticed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not noticed:  # a variant that leaves no trace: what tells is that the numbers differ
+        monkeypatch.setattr(_mamba, "replaced_forward", lambda *args: None)
+        monkeypatch.setattr(_mamba, "refuse_replaced_forward", lambda *args: None)
     module = zoo.build("mamba")
     model = pl.wrap(module)
     mixer = module.get_submodule(model.adapter.quick_paths()[0])
     own = type(mixer).forward
-    # Somebody's variant of the class: the reference forward knows nothing of it.
     mixer.forward = lambda *a, **kw: 2 * own(mixer, *a, **kw)
     x = zoo.tokens()
     want: Tensor = model.run_with_cache(x, SITE)[1][SITE]
-    assert torch.equal(pl.collect(model, x, SITE)[SITE], want)
+    torch.testing.assert_close(pl.collect(model, x, SITE)[SITE], want)
     del mixer.forward
     assert not torch.allclose(pl.collect(model, x, SITE)[SITE], want, rtol=1e-3)
+
+
+def test_what_a_forward_consists_of_counts_too() -> None:
+    class Base(nn.Module):
+        def forward(self) -> int:
+            return self.slow_forward()
+
+        def slow_forward(self) -> int:
+            return 1
+
+    Base.__module__ = "transformers.models.mamba.modeling_mamba"
+    methods = ("forward", "slow_forward", "cuda_kernels_forward")
+    module = Base()
+    assert replaced_forward(module, ("transformers",), methods) is None
+    module.slow_forward = lambda: 2  # type: ignore[method-assign]
+    assert replaced_forward(module, ("transformers",), methods) == "its attribute 'slow_forward' was set"
+    assert replaced_forward(module, ("transformers",)) is None
+
+    class Own(Base):
+        def slow_forward(self) -> int:
+            return 3
+
+    assert replaced_forward(Own(), ("transformers",), methods) == "Own overrides 'slow_forward'"
+    assert replaced_forward(Own(), ("mamba_ssm",), methods) is None
+    Own.__module__ = "transformers.models.falcon_mamba.modeling_falcon_mamba"
+    assert replaced_forward(Own(), ("transformers",), methods) is None
 
 
 def test_half_precision_is_left_to_the_native_forward() -> None:
@@ -129,3 +164,47 @@ def test_a_hook_on_a_module_that_the_reference_forward_skips_is_an_error_not_sil
     handle.remove()
     assert not torch.allclose(doubled, pl.collect(model, x, SITE)[SITE]), "in the native forward it counts"
     assert inside in model.run_with_cache(x, inside)[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "inside"),
+    [
+        ("mamba", "backbone.layers.1.mixer", "blocks.1.mixer.hook_ssm_state"),
+        ("mamba2", "backbone.layers.1.mixer", "blocks.1.mixer.hook_ssm_state"),
+        ("lstm", "layers.1", "blocks.1.rnn.hook_c"),
+    ],
+)
+@pytest.mark.parametrize("how", ["attribute", "subclass"])
+def test_a_forward_of_the_user_s_own_is_not_left_out(kind: str, path: str, inside: str, how: str) -> None:
+    model = pl.wrap(zoo.build(kind))
+    tokens = torch.arange(24).view(2, 12) % 11
+    around = "blocks.*.hook_resid_post"
+    before = pl.collect(model, tokens, around)  # the reference forward is tried, and found equal, here
+    module = model.module.get_submodule(path)
+    original, plain = type(module).forward, type(module)
+
+    def doubled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = original(self, *args, **kwargs)
+        return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
+
+    if how == "attribute":
+        module.forward = types.MethodType(doubled, module)
+    else:
+        module.__class__ = type("Doubled", (plain,), {"forward": doubled, "__module__": "users_own"})
+    _, own = model.run_with_cache(tokens, around)
+    after = pl.collect(model, tokens, around)
+    for name in after.names:
+        torch.testing.assert_close(after[name], own[name])
+    assert not torch.allclose(after[after.names[-1]], before[after.names[-1]], atol=1e-3)
+    said = "'forward' was set" if how == "attribute" else "Doubled overrides 'forward'"
+    with pytest.raises(pl.InputError, match=said):
+        model.run_with_cache(tokens, inside)
+    with pytest.raises(pl.InputError, match=said):
+        pl.collect(model, tokens, inside)
+    if how == "attribute":
+        del module.forward
+    else:
+        module.__class__ = plain
+    model.run_with_cache(tokens, inside)
+    again = pl.collect(model, tokens, around)
+    assert all(torch.equal(again[name], before[name]) for name in again.names)
