@@ -62,6 +62,7 @@ class SuffixRuns:
         self.jobs = jobs
         self.unedited = unedited
         self.others = others
+        self._begins: dict[tuple[int, int], tuple[int, ...]] = {}
         self._loads: dict[tuple[int, tuple[int, ...], int], list[Load]] = {}
 
     @classmethod
@@ -142,7 +143,11 @@ class SuffixRuns:
     def planned(self, rows: Tensor) -> list[Load]:
         """The jobs, as many at a time as may be held, with the passes that they take at most."""
         last = self.length - 1 if self.read.pos is None else int(self.read.pos[rows].max())
-        begins = tuple(self._floor(job.earliest(rows, self.length)) for job in self.jobs)
+        # Batches are neighbouring examples; the run of a plan asks for what its counts asked for.
+        batch = (int(rows[0]), len(rows))
+        if batch not in self._begins:
+            self._begins[batch] = tuple(self._floor(job.earliest(rows, self.length)) for job in self.jobs)
+        begins = self._begins[batch]
         key = (len(rows), begins, last)
         if key not in self._loads:
             self._loads.clear()

@@ -59,8 +59,11 @@ class Edit:
             for key, value in self.data.items()
         }
 
+        # Alone, without the data of other batches: a hook may travel to where the model runs.
+        fn = self.fn
+
         def call(tensor: Tensor, hook: Any) -> Tensor | None:
-            return self.fn(tensor, hook, **cut)
+            return fn(tensor, hook, **cut)
 
         return call if self.pos is None else at(self.pos, call)
 
