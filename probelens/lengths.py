@@ -84,6 +84,7 @@ def length_transfer(
     kinds: Sequence[Control] = CONTROLS,
     exclude: Any = None,
     batch_size: int = 64,
+    memory: int | None = None,
     seed: int = 0,
     progress: bool = False,
 ) -> LengthTransfer:
@@ -105,7 +106,8 @@ def length_transfer(
         controls: Draws of each random control.
         kinds: Controls, as for ``ablate``.
         exclude: Sequences that must not come out: those that the subspaces were fitted on.
-        batch_size: Sequences in one forward pass.
+        batch_size: Sequences in one forward pass, at most.
+        memory: Bytes that a sweep may hold at once; None for the usual limits. See ``probelens.sweep.plan``.
         seed: Of sequences, control draws and intervals.
         progress: Show a progress bar.
 
@@ -133,7 +135,7 @@ def length_transfer(
     with progress_bar(len(lengths), "lengths", progress) as bar:
         for length in lengths:
             batch = base if length == trained_length else task.sample(n, length, seed, exclude=exclude)
-            runs = run(model, batch, drawn, "accuracy", target, 1.0, batch_size)
+            runs = run(model, batch, drawn, "accuracy", target, 1.0, batch_size, memory=memory)
             for span in SPANS:
                 scored = runs.scored.clone()
                 end = trained_length + int(task.bos)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 from torch import Tensor
@@ -275,8 +276,9 @@ def plan(
         raise InputError(
             f"sweep needs examples and a batch size of at least 1, got {len(tokens)} and {batch_size}"
         )
-    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int)):
+    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, Integral)):
         raise InputError(f"memory={memory!r}: give a whole number of bytes, such as 2**30, or None")
+    memory = None if memory is None else int(memory)
     mask = told(model, attention_mask)
     engine = Engine(model, tokens, conditions, read, mask, batch_size, memory, source_bytes)
     blocks, reads = engine.counts()

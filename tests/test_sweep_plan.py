@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from primitives import APART, OTHER, PAIRS, RESID, spaces
+from primitives import APART, OTHER, PAIRS, RESID, TASK, spaces
 from test_sweep import LENGTH, add_at, last
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -419,6 +419,9 @@ CALLS: dict[str, Callable[..., Any]] = {
     ).ablation.values,
     "dose_response": lambda m, **kw: pl.dose_response(
         m, OTHER, spaces(m), label="state", refit=False, controls=2, **kw
+    ).to_dataframe()["value"].tolist(),
+    "length_transfer": lambda m, **kw: pl.length_transfer(
+        m, TASK, spaces(m), (8, 10), trained_length=8, n=6, controls=2, **kw
     ).to_dataframe()["value"].tolist(),
     "ablate_component": lambda m, **kw: pl.ablate_component(m, OTHER, [RESID], "zero", target="state", **kw).values,
     "ablate_convolution": lambda m, **kw: pl.ablate_convolution(m, OTHER, "zero", target="state", **kw).values,
