@@ -127,7 +127,7 @@ def replaced_forward(
 ) -> str | None:
     """Whether a module of these packages runs a forward that somebody else put there, and how that came.
 
-    A wrapper that calls the original, as accelerate's does, counts as the original.
+    A wrapper that calls the original, as accelerate's and nnsight's do, counts as the original.
 
     Args:
         module: The module.
@@ -141,7 +141,8 @@ def replaced_forward(
     known = [kind for kind in kinds if kind.__module__.split(".")[0] in packages]
     for name in methods:
         patched = module.__dict__.get(name)
-        if patched is not None and patched not in _SWAPPED and not hasattr(module, "_hf_hook"):
+        wraps = hasattr(module, "_hf_hook") or type(patched).__module__.split(".")[0] == "nnsight"
+        if patched is not None and patched not in _SWAPPED and not wraps:
             return f"its attribute {name!r} was set"
         home = next((kind for kind in kinds if name in vars(kind)), None)
         if known and home is not None and home not in known:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any
 
 from torch import Tensor
 
 from probelens._engine import Engine
 from probelens._limits import mib
+from probelens._settings import whole_number
 from probelens.collect import told
 from probelens.errors import InputError
 from probelens.hooks import HookFn, at
@@ -272,13 +272,11 @@ def plan(
         InputError: No examples, a batch size below 1, or a budget too small for one example under one condition.
         UnknownHookError: An edit at a point that the model doesn't have.
     """
-    if batch_size < 1 or len(tokens) == 0:
-        raise InputError(
-            f"sweep needs examples and a batch size of at least 1, got {len(tokens)} and {batch_size}"
-        )
-    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, Integral)):
+    whole_number("batch_size", batch_size)
+    if len(tokens) == 0:
+        raise InputError(f"sweep needs examples, got inputs of shape {tuple(tokens.shape)}")
+    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int)):
         raise InputError(f"memory={memory!r}: give a whole number of bytes, such as 2**30, or None")
-    memory = None if memory is None else int(memory)
     mask = told(model, attention_mask)
     engine = Engine(model, tokens, conditions, read, mask, batch_size, memory, source_bytes)
     blocks, reads = engine.counts()
