@@ -1,0 +1,99 @@
+"""A module's forward: run another in its place, and notice where somebody else has done so."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from torch import nn
+
+from probelens._offload import with_weights
+from probelens.errors import InputError
+
+__all__ = ["refuse_replaced_forward", "replaced_forward", "swapped_forward"]
+
+# Forwards that stand in for a module's own, to tell them from a user's.
+_SWAPPED: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+
+
+def replaced_forward(
+    module: nn.Module, packages: Collection[str], methods: Collection[str] = ("forward",)
+) -> str | None:
+    """Whether a module of these packages runs a forward that somebody else put there, and how that came.
+
+    A wrapper that calls the original, as accelerate's and nnsight's do, counts as the original.
+
+    Args:
+        module: The module.
+        packages: Names of the packages whose classes are known.
+        methods: What the forward consists of.
+
+    Returns:
+        In words, what replaces the class's own; None if nothing does.
+    """
+    kinds = type(module).__mro__
+    known = [kind for kind in kinds if kind.__module__.split(".")[0] in packages]
+    for name in methods:
+        patched = module.__dict__.get(name)
+        wraps = hasattr(module, "_hf_hook") or type(patched).__module__.split(".")[0] == "nnsight"
+        if patched is not None and patched not in _SWAPPED and not wraps:
+            return f"its attribute {name!r} was set"
+        home = next((kind for kind in kinds if name in vars(kind)), None)
+        if known and home is not None and home not in known:
+            return f"{home.__name__} overrides {name!r}"
+    return None
+
+
+def refuse_replaced_forward(
+    module: nn.Module, packages: Collection[str], methods: Collection[str] = ("forward",)
+) -> None:
+    """Refuse to run a reference forward where that would leave out what somebody else does in the module's forward.
+
+    Args:
+        module: The module.
+        packages: Names of the packages whose classes the reference forward is equal to.
+        methods: What the forward consists of.
+
+    Raises:
+        InputError: The module's forward isn't its class's own.
+    """
+    replaced = replaced_forward(module, packages, methods)
+    if replaced is not None:
+        raise InputError(
+            f"what lies inside a {type(module).__name__} is read from a reference forward, and this one runs another: "
+            f"{replaced}, and would be left out. Put the class's own forward back, or stay at the points around it"
+        )
+
+
+@contextlib.contextmanager
+def swapped_forward(
+    module: nn.Module, forward: Callable[..., Any], reads_weights: bool = True
+) -> Iterator[None]:
+    """Run ``forward`` instead of the module's own while the block lasts.
+
+    The class and the state dict stay as they are: only the instance's ``forward`` attribute is
+    set, and what was there before comes back on every way out.
+
+    Args:
+        module: The module.
+        forward: What to run.
+        reads_weights: False leaves weights that accelerate offloaded where they are.
+
+    Yields:
+        Nothing.
+    """
+    if reads_weights:
+        forward = with_weights(module, forward)
+    _SWAPPED.add(forward)
+    missing = object()
+    before = module.__dict__.get("forward", missing)
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        if before is missing:
+            module.__dict__.pop("forward", None)
+        else:
+            module.__dict__["forward"] = before
