@@ -1,4 +1,4 @@
-"""Loops that numba compiles, for training Mamba on a CPU: the selective scan, the convolution before it, their gradients.
+"""Loops that numba compiles, for Mamba on a CPU: the selective scan, the convolution before it, their gradients.
 
 The scan is the recurrence of `probelens._scan`, in its layout. One example and a few channels are run over the whole
 sequence at a time, so that what a step needs stays in the first-level cache; backward runs forward again and keeps

@@ -64,17 +64,11 @@ def causal_conv(
 
 
 def _compiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a gradient is wanted, and compiled loops, which check nothing themselves, can give it."""
+    """Whether the compiled loops, which check nothing themselves, can take these."""
     given = [v for v in (x, weight, bias) if v is not None]
-    if not (torch.is_grad_enabled() and any(v.requires_grad for v in given)):
-        return False
     fits = x.ndim == 3 and weight.ndim == 2 and (bias is None or bias.shape == weight.shape[:1])
-    return (
-        fits
-        and len(weight) == x.shape[2]
-        and len({(v.dtype, v.device) for v in given}) == 1
-        and _compiled.suits_conv(x, weight)
-    )
+    alike = len({(v.dtype, v.device) for v in given}) == 1
+    return fits and alike and len(weight) == x.shape[2] and _compiled.suits_conv(x, weight)
 
 
 def _shifted_sums(padded: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -61,8 +61,8 @@ def selective_scan(
 
     The fused method never holds more than about sqrt(pos) states, in forward and in backward: backward
     starts from saved states and recomputes the ones between (a backward with ``create_graph`` holds all).
-    Where a gradient is wanted on a CPU and numba is installed, large inputs go through compiled loops, which
-    take a quarter of the time (`fused_kernel`).
+    Where numba is installed, large inputs on a CPU go through compiled loops, which take a quarter of the time
+    (`fused_kernel`).
     The method "steps" is the same recurrence in plain autograd operations, one step after the other, for
     functorch transforms; it holds every state.
 
@@ -115,7 +115,7 @@ def selective_scan(
 
 
 def fused_kernel(x: Tensor, A: Tensor) -> Literal["numba", "torch"]:
-    """What carries out the fused scan, and its gradient, when one is wanted.
+    """What carries out the fused scan and its gradient.
 
     "numba" are compiled loops, which come with ``pip install "probelens[fast]"``: for float32 on a CPU, from a million
     numbers (batch * pos * d_inner * d_state) on, and only where no state is read. "torch" are PyTorch's operations,
@@ -291,9 +291,10 @@ class _FusedScan(torch.autograd.Function):
         d_state = A.shape[0]
         ctx.keep = keep
         saving = any(ctx.needs_input_grad)
-        if saving and not keep and _compiled.suits_scan(u, A):
+        if not keep and _compiled.suits_scan(u, A):
             y, last = _compiled.scan(u, dt, A, B, C, first)
-            ctx.save_for_backward(u, dt, A, B, C, first, u.new_empty(0))
+            if saving:
+                ctx.save_for_backward(u, dt, A, B, C, first, u.new_empty(0))
             ctx.plan = None
             states = u.new_empty(0)
             ctx.mark_non_differentiable(states)

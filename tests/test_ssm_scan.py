@@ -180,17 +180,34 @@ class TestCompiled:
 
         torch.testing.assert_close(twice("fused"), twice("steps"))
 
-    def test_only_where_a_gradient_is_wanted_and_no_state_is_read(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_only_where_no_state_is_read(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls = self.compiled_calls(monkeypatch)
         inputs = scan_inputs(dtype=torch.float32)
-        selective_scan(*(t.detach() for t in inputs))
         selective_scan(*inputs, read_states=True).y.sum().backward()
         selective_scan(*inputs, method="steps").y.sum().backward()
         assert calls == []
-        selective_scan(*inputs).y.sum().backward()
+        y = selective_scan(*inputs).y
+        y.sum().backward()
         assert calls == ["scan", "scan_gradients"]
+        assert torch.equal(selective_scan(*(t.detach() for t in inputs)).y, y)
+        assert calls == ["scan", "scan_gradients", "scan"]
+
+    def test_a_row_and_a_suffix_alone_give_the_same_bits_as_among_others(self) -> None:
+        x, dt, A, B, C, D, first = (t.detach() for t in scan_inputs(5, 12, 40, 4, dtype=torch.float32))
+        whole = selective_scan(x, dt, A, B, C, D, first)
+        for row in range(5):
+            alone = selective_scan(
+                *(v[row : row + 1] for v in (x, dt)),
+                A,
+                *(v[row : row + 1] for v in (B, C)),
+                D,
+                first[row : row + 1],
+            )
+            assert torch.equal(alone.y[0], whole.y[row])
+        head = selective_scan(x[:, :5], dt[:, :5], A, B[:, :5], C[:, :5], D, first)
+        tail = selective_scan(x[:, 5:], dt[:, 5:], A, B[:, 5:], C[:, 5:], D, head.state)
+        assert torch.equal(torch.cat([head.y, tail.y], 1), whole.y)
+        assert torch.equal(tail.state, whole.state)
 
     def test_which_one_runs_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
         x, A = torch.ones(2, 7, 3), -torch.ones(3, 4)
@@ -264,17 +281,16 @@ class TestCompiledConvolution:
             assert c is not None
             torch.testing.assert_close(a.double(), c, atol=1e-6 * float(c.detach().abs().max()), rtol=0)
 
-    def test_the_plain_way_where_a_state_comes_or_goes_or_no_gradient_is_wanted(
-        self, calls: list[str]
-    ) -> None:
+    def test_the_plain_way_where_a_state_comes_or_goes(self, calls: list[str]) -> None:
         for options in ({"need_state": True}, {"state": torch.zeros(3, 20, 4)}):
             self.run(self.inputs(4, True), **options)
         self.run(self.inputs(4, True, torch.float64))
-        with torch.no_grad():
-            causal_conv(*self.inputs(4, True), need_state=False)
         assert calls == []
         self.run(self.inputs(4, True))
         assert calls == ["conv", "conv_gradients"]
+        with torch.no_grad():
+            causal_conv(*self.inputs(4, True), need_state=False)
+        assert calls == ["conv", "conv_gradients", "conv"]
 
     def test_sizes_that_do_not_fit_are_pytorch_s_error_as_before(self, calls: list[str]) -> None:
         x, weight, bias = self.inputs(4, True)
