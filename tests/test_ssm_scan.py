@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import builtins
 import math
+import pickle
+import subprocess
 import sys
 from typing import Any
 
@@ -238,6 +240,35 @@ class TestCompiled:
         assert calls == []
         for a, b in zip(compiled, plain, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+class TestKernels:
+    def found(self) -> Any:
+        return _compiled.kernels.__wrapped__()
+
+    def test_a_later_process_compiles_nothing(self) -> None:
+        assert _compiled.kernels() is not None
+        code = (
+            "from probelens import _compiled; found = _compiled.kernels()\n"
+            "print(*(sum(loop.stats.cache_misses.values()) for loop in found))"
+        )
+        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        assert out.split() == ["0"] * 4
+
+    def test_none_where_compiling_is_switched_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import numba
+
+        assert self.found() is not None
+        monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+        assert self.found() is None
+
+    def test_a_damaged_cache_is_said_and_pytorch_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(found: object) -> None:
+            raise pickle.UnpicklingError("pickle data was truncated")
+
+        monkeypatch.setattr(_compiled, "_try", fail)
+        with pytest.warns(UserWarning, match=r"can't be used \(UnpicklingError: .*PyTorch's operations run"):
+            assert self.found() is None
 
 
 class TestCompiledConvolution:
