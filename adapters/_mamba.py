@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from probelens._forwards import makeup
 from probelens.adapter import Adapter, refuse_replaced_forward, replaced_forward, swapped_forward
 from probelens.errors import InputError
 from probelens.hooks import HookPoint, Tap
@@ -56,8 +57,8 @@ def instrumented(mixer: nn.Module, tap: Tap) -> contextlib.AbstractContextManage
     """Run the reference forward of a mixer, with ``tap``, while the context lasts.
 
     Raises:
-        InputError: The mixer's forward is not its class's own, or a PyTorch hook stands on a module that the
-            reference forward computes itself.
+        InputError: The mixer's forward is not its class's own or gives other numbers, or a PyTorch hook stands on a
+            module that the reference forward computes itself.
     """
     refuse_replaced_forward(mixer, PACKAGES, METHODS)
     for name in ("norm", "act"):
@@ -68,7 +69,44 @@ def instrumented(mixer: nn.Module, tap: Tap) -> contextlib.AbstractContextManage
                 "from a forward that doesn't call that module. Remove the hook, or read and edit at "
                 f"{'mixer.hook_inner_norm' if name == 'norm' else 'mixer.hook_conv'} instead"
             )
+    if not _alike(mixer):
+        raise InputError(
+            f"what lies inside a {type(mixer).__name__} is read from a reference forward, which gives other numbers than "
+            "the mixer's own on a trial: something in it was exchanged. Stay at the points around it"
+        )
     return swapped_forward(mixer, _forward(mixer, tap))
+
+
+# Of each mixer, what it consisted of when it was tried, and whether both forwards gave the same numbers.
+_TRIED: weakref.WeakKeyDictionary[nn.Module, tuple[Any, bool]] = weakref.WeakKeyDictionary()
+
+
+def _alike(mixer: nn.Module) -> bool:
+    """Whether a mixer's own forward gives what the reference gives; True, too, where it can't be tried by itself."""
+    now = makeup(mixer)
+    if mixer not in _TRIED or _TRIED[mixer][0] != now:
+        _TRIED[mixer] = now, _tried(mixer)
+    return _TRIED[mixer][1]
+
+
+def _tried(mixer: Any) -> bool:
+    weight = next(mixer.parameters(), None)
+    if weight is None or weight.is_meta or hasattr(mixer, "_hf_hook"):
+        return True
+    run = mamba2_mixer if is_mamba2(mixer) else mamba_mixer
+    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
+        try:
+            x = torch.randn(2, 5, mixer.in_proj.weight.shape[-1], generator=torch.Generator().manual_seed(0))
+            x = x.to(weight.device, weight.dtype)
+            own = type(mixer).forward(mixer, x)
+            found = run(mixer, x)
+        except Exception:  # kernels that aren't here, or arguments that only the model has
+            return True
+    own = own[0] if isinstance(own, tuple) else own
+    if own.shape != found.shape:
+        return False
+    allowed = 1e-3 if weight.dtype in (torch.float32, torch.float64) else 0.1
+    return bool((found - own).abs().max() <= allowed * own.abs().max().clamp(min=1e-30))
 
 
 def _forward(mixer: nn.Module, tap: Tap) -> Callable[..., Tensor]:

@@ -1,4 +1,4 @@
-"""A module's forward: run another in its place, and notice where somebody else has done so."""
+"""A module's forward: run another in its place, and notice where somebody else changed what it does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from probelens._offload import with_weights
 from probelens.errors import InputError
 
-__all__ = ["refuse_replaced_forward", "replaced_forward", "swapped_forward"]
+__all__ = ["makeup", "refuse_replaced_forward", "replaced_forward", "swapped_forward"]
 
 # Forwards that stand in for a module's own, to tell them from a user's.
 _SWAPPED: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
@@ -41,9 +41,35 @@ def replaced_forward(
         if patched is not None and patched not in _SWAPPED and not wraps:
             return f"its attribute {name!r} was set"
         home = next((kind for kind in kinds if name in vars(kind)), None)
-        if known and home is not None and home not in known:
+        if not known or home is None:
+            continue
+        if home not in known:
             return f"{home.__name__} overrides {name!r}"
+        if str(getattr(vars(home)[name], "__module__", "")).split(".")[0] not in packages:
+            return f"{name!r} of the class {home.__name__} was set"
     return None
+
+
+def makeup(module: nn.Module) -> tuple[Any, ...]:
+    """What a module consists of: equal until a module, a class or a function in it is exchanged.
+
+    What was found out about a model by a trial holds as long as this stays the same. Weights don't count.
+
+    Args:
+        module: The module, with everything in it.
+
+    Returns:
+        Something to compare with ``==``.
+    """
+    return tuple(
+        (
+            id(each),
+            type(each),
+            type(each).forward,
+            *(v for k, v in vars(each).items() if k[0] != "_" and callable(v) and v not in _SWAPPED),
+        )
+        for each in module.modules()
+    )
 
 
 def refuse_replaced_forward(

@@ -15,9 +15,9 @@ def _compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., An
     # At the top of a module: numba finds what it compiled in an earlier process only of functions without a closure.
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
         try:
-            return numba.njit(cache=True, **options)(fn)  # type: ignore[no-any-return]
+            return numba.njit(cache=True, **options)(fn)
         except RuntimeError:  # nowhere to write the compiled code to
-            return numba.njit(**options)(fn)  # type: ignore[no-any-return]
+            return numba.njit(**options)(fn)
 
     return decorate
 

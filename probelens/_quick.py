@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
+
+from probelens._forwards import makeup
 
 if TYPE_CHECKING:
     from probelens.model import HookedModel
 
 __all__ = ["quick"]
 
-_EQUAL: WeakKeyDictionary[HookedModel, bool] = WeakKeyDictionary()
+# Of each model, what it consisted of when it was tried, and whether both forwards gave the same numbers.
+_EQUAL: WeakKeyDictionary[HookedModel, tuple[Any, bool]] = WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -22,7 +25,7 @@ def quick(model: HookedModel, names: Iterable[str] = ()) -> Iterator[None]:
     """Run the faster forwards while the context lasts, where they are sure to see what the model's own would.
 
     Not where hooks of the caller's stand on the model, or a point lies on a module inside a mixer: the two forwards
-    needn't call the same ones. Whether both give the same numbers is tried once and remembered.
+    needn't call the same ones. Whether both give the same numbers is tried, and remembered until something in the model is exchanged.
 
     Args:
         model: The wrapped model.
@@ -50,9 +53,10 @@ def quick(model: HookedModel, names: Iterable[str] = ()) -> Iterator[None]:
 
 
 def _equal(model: HookedModel, paths: list[str]) -> bool:
-    if model not in _EQUAL:
-        _EQUAL[model] = _tried(model, paths)
-    return _EQUAL[model]
+    now = makeup(model.module)
+    if model not in _EQUAL or _EQUAL[model][0] != now:
+        _EQUAL[model] = now, _tried(model, paths)
+    return _EQUAL[model][1]
 
 
 def _tried(model: HookedModel, paths: list[str]) -> bool:

@@ -11,10 +11,12 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+
+from probelens._forwards import makeup
 
 if TYPE_CHECKING:
     from probelens.model import HookedModel
@@ -106,26 +108,31 @@ class Resumer(ABC):
         return (1e8 if self.model.cfg.device.type == "cpu" else 3e9) / weights
 
 
-_FOUND: WeakKeyDictionary[HookedModel, Resumer | None] = WeakKeyDictionary()
-_WRONG: WeakSet[HookedModel] = WeakSet()
+# Of each model, what it consisted of when its resumer was made, and the resumer; None where there is none.
+_FOUND: WeakKeyDictionary[HookedModel, tuple[Any, Resumer | None]] = WeakKeyDictionary()
+_WRONG: WeakKeyDictionary[HookedModel, Any] = WeakKeyDictionary()
 
 
 def resumer_of(model: HookedModel) -> Resumer | None:
-    """The model's resumer, made once; None where there is none or it was found to give other numbers."""
-    if model not in _FOUND:
-        _FOUND[model] = model.adapter.resumer(model)
-    return _FOUND[model]
+    """The model's resumer, made once; None where there is none or it was found to give other numbers.
+
+    What was found holds until something in the model is exchanged.
+    """
+    now = makeup(model.module)
+    if model not in _FOUND or _FOUND[model][0] != now:
+        _FOUND[model] = now, None if distrusted(model) else model.adapter.resumer(model)
+    return _FOUND[model][1]
 
 
 def distrust(model: HookedModel) -> None:
-    """Never resume runs of this model again."""
-    _FOUND[model] = None
-    _WRONG.add(model)
+    """Don't resume runs of this model again, as it is."""
+    _WRONG[model] = makeup(model.module)
+    _FOUND[model] = _WRONG[model], None
 
 
 def distrusted(model: HookedModel) -> bool:
-    """Whether runs from the middle were found to give other numbers on this model."""
-    return model in _WRONG
+    """Whether runs from the middle were found to give other numbers on this model, as it is."""
+    return model in _WRONG and _WRONG[model] == makeup(model.module)
 
 
 def passes(

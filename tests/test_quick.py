@@ -114,7 +114,8 @@ def test_what_a_forward_consists_of_counts_too() -> None:
         def slow_forward(self) -> int:
             return 1
 
-    Base.__module__ = "transformers.models.mamba.modeling_mamba"
+    for made in (Base, Base.forward, Base.slow_forward):
+        made.__module__ = "transformers.models.mamba.modeling_mamba"
     methods = ("forward", "slow_forward", "cuda_kernels_forward")
     module = Base()
     assert replaced_forward(module, ("transformers",), methods) is None
@@ -128,7 +129,7 @@ def test_what_a_forward_consists_of_counts_too() -> None:
 
     assert replaced_forward(Own(), ("transformers",), methods) == "Own overrides 'slow_forward'"
     assert replaced_forward(Own(), ("mamba_ssm",), methods) is None
-    Own.__module__ = "transformers.models.falcon_mamba.modeling_falcon_mamba"
+    Own.__module__ = Own.slow_forward.__module__ = "transformers.models.falcon_mamba.modeling_falcon_mamba"
     assert replaced_forward(Own(), ("transformers",), methods) is None
 
 
@@ -208,3 +209,61 @@ def test_a_forward_of_the_user_s_own_is_not_left_out(kind: str, path: str, insid
     model.run_with_cache(tokens, inside)
     again = pl.collect(model, tokens, around)
     assert all(torch.equal(again[name], before[name]) for name in again.names)
+
+
+def exchanged_act(model: pl.HookedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.module.get_submodule("backbone.layers.1.mixer").act = nn.Tanh()
+
+
+def patched_class(model: pl.HookedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type(model.module.get_submodule("backbone.layers.1.mixer"))
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, *a, **kw: 2 * own(self, *a, **kw))
+
+
+def position_dependent(model: pl.HookedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Shifted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.arange(x.shape[1], dtype=x.dtype)[:, None] / 4
+
+    model.module.gpt_neox.layers[1].mlp = Shifted()
+
+
+@pytest.mark.parametrize(
+    ("kind", "exchange"),
+    [
+        ("mamba", exchanged_act), ("mamba", patched_class), ("mamba2", patched_class), ("neox", position_dependent),
+    ],
+)  # fmt: skip
+def test_what_was_tried_is_tried_again_when_something_in_the_model_is_exchanged(
+    kind: str, exchange: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    g = torch.Generator().manual_seed(0)
+    clean, corrupted = torch.randint(0, 11, (2, 4, 12), generator=g)
+    pairs = pl.PatchPairs(
+        clean, corrupted, torch.full((4,), 3), torch.full((4,), 11), torch.tensor([[0, 1]] * 4)
+    )
+    model = pl.wrap(zoo.build(kind))
+    around, inside = "blocks.*.hook_resid_post", "blocks.1.mixer.hook_ssm_state"
+    collected, patched, plan = (
+        pl.collect(model, clean, around), pl.patch(model, pairs), pl.patch_plan(model, pairs)
+    )  # fmt: skip
+    before = model(clean)
+    if kind != "neox":
+        model.run_with_cache(clean, inside)
+    exchange(model, monkeypatch)
+    fresh = pl.wrap(model.module)
+    want = pl.patch(fresh, pairs).values
+    # The control: something changed, unless the native forward doesn't look at what was exchanged.
+    ignored = exchange is exchanged_act and torch.equal(fresh(clean), before)
+    assert torch.allclose(want, patched.values, atol=1e-4) == ignored
+    torch.testing.assert_close(plan.run().values, want)
+    torch.testing.assert_close(pl.patch(model, pairs).values, want)
+    _, own = model.run_with_cache(clean, around)
+    found = pl.collect(model, clean, around)
+    for name in found.names:
+        torch.testing.assert_close(found[name], own[name])
+    assert torch.allclose(found[found.names[-1]], collected[collected.names[-1]], atol=1e-4) == ignored
+    if exchange is patched_class or ignored:
+        with pytest.raises(pl.InputError, match="from a reference forward"):
+            model.run_with_cache(clean, inside)
