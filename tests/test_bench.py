@@ -71,7 +71,7 @@ def test_without_the_peers_rows_and_contenders_are_left_out_and_the_package_is_n
     lens, mambapy = 'pip install "probelens[transformer-lens]"', "pip install mambapy"
     for name in ("patch-neox", "patch-mamba", "ssm-states"):
         assert left[name] == [f"{name} is left out: {lens}"]
-    assert left["mamba-step"] == [f"mamba-step runs without transformers, mambapy: {mambapy}"]
+    assert left["mamba-step"] == [f"mamba-step runs without its contender 'transformers, mambapy': {mambapy}"]
     assert len(left["cache"]) == 2
     assert left["probes"] == []
     alone = run("--only", "patch-neox")
@@ -101,7 +101,7 @@ def test_the_same_row_runs_beside_the_raw_forward_where_no_peer_is_installed(
     assert found.status == 0
     assert "raw forward" in found.out
     assert "TransformerLens" not in found.out
-    assert "cache runs without nnsight: pip install" in found.err
+    assert "cache runs without its contender 'nnsight': pip install" in found.err
 
 
 @pytest.mark.parametrize(
