@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -17,11 +17,12 @@ from torch import Tensor
 from probelens._offload import stored
 from probelens._quick import quick
 from probelens._settings import whole_number
+from probelens._stream import RECORD, Stream, need_storable
 from probelens.cache import Slice
 from probelens.errors import InputError, ShapeError, StoreError, UnknownHookError, nearest
 from probelens.model import HookedModel
 from probelens.progress import progress_bar
-from probelens.results import Result, atomic_path
+from probelens.results import Result
 from probelens.sites import Sites, expand, layer_of, need_wrapped
 
 __all__ = ["Activations", "collect", "padding_mask"]
@@ -64,6 +65,26 @@ class Activations(Result):
         raise UnknownHookError(
             f"site {name!r} was not collected. Collected: {nearest(name, self.names) or self.names[:5]}"
         )
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read activations back that ``save`` wrote; those that ``collect`` streamed are read by ``collect``.
+
+        Args:
+            path: A file written by ``save``.
+
+        Returns:
+            Equal activations, on the CPU.
+
+        Raises:
+            StoreError: The file is missing, damaged or of another class, or a folder of a stream.
+        """
+        if (Path(path) / RECORD).is_file():
+            raise StoreError(
+                f"{str(path)!r} is a folder that collect streams to, not a file written by save(). Call "
+                f"pl.collect with the same arguments and out={str(path)!r}: a finished stream is read, and nothing runs."
+            )
+        return super().load(path)
 
     def to_dataframe(self) -> Any:
         """One row a site: layer, shape, mean, standard deviation and norm of its activations."""
@@ -112,7 +133,9 @@ def collect(
             globs, or a list.
         pos: Positions to keep: None for all, int, slice, list. An int keeps an axis of length 1.
         out: A folder to stream to. What stands there already is kept, and an interrupted run of the
-            same data goes on where it stopped; the result is memory-mapped, not read.
+            same data goes on where it stopped; the result is memory-mapped, not read, and editing it changes
+            memory only. What is found there is read once and checked against the checksums of what was written
+            (about 0.3 s for 200 MB). A second process on one folder waits for the first, and then reads.
         batch_size: Sequences in one forward pass.
         dtype: Dtype to keep; None for the model's own (float16 halves what a stream writes).
         attention_mask: 1 for real tokens. (example, pos)
@@ -123,8 +146,9 @@ def collect(
 
     Raises:
         UnknownHookError: A site that the model doesn't have.
-        InputError: No examples, no positions, a batch size below 1, or a dtype that isn't a floating one.
-        StoreError: ``out`` holds activations of other data, or can't be written.
+        InputError: No examples, no positions, a batch size below 1, a dtype that isn't a floating one or, with
+            ``out``, one that files don't have (bfloat16), or an empty ``out``.
+        StoreError: ``out`` holds activations of other data, or some that were changed, or can't be written.
     """
     need_wrapped(model)
     tokens, mask, attention = _inputs(model, batch, attention_mask)
@@ -143,16 +167,19 @@ def collect(
     length = tokens.shape[1]
     kept = _positions(pos, length)
     stop = stops_at(model, names)
-    store: _Memory | _Disk = (
-        _Memory(len(tokens))
-        if out is None
-        else _Disk(Path(out), len(tokens), _key(model, tokens, names, kept, dtype, attention))
-    )
+    store: _Memory | Stream
+    if out is None:
+        store = _Memory(len(tokens))
+    else:
+        store = Stream(_folder(out), len(tokens), _key(model, tokens, names, kept, dtype, attention))
+        if not store.files:
+            need_storable(dtype or model.cfg.dtype)
     chunks = torch.arange(len(tokens)).split(batch_size)
     with (
         torch.no_grad(),
         model.evaluating(),
         quick(model, names),
+        store.writing(),
         progress_bar(len(tokens), "sequences", progress) as bar,
     ):
         for rows in chunks:
@@ -303,6 +330,15 @@ def _padded(ids: Any, attention: Any) -> tuple[Tensor, Tensor | None]:
     return tokens, torch.tensor([[1] * len(r) + [0] * (width - len(r)) for r in rows])
 
 
+def _folder(out: Any) -> Path:
+    if not isinstance(out, (str, os.PathLike)) or not os.fspath(out):
+        raise InputError(
+            f"out must name a folder to stream to, got {out!r}. Give '.' for the current one, None to keep "
+            "activations in memory"
+        )
+    return Path(out)
+
+
 def _positions(pos: Slice, length: int) -> Tensor:
     if pos is None:
         return torch.arange(length)
@@ -328,6 +364,9 @@ class _Memory:
         self.n = n
         self.held: dict[str, Tensor] = {}
 
+    def writing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def put(self, start: int, found: Mapping[str, Tensor]) -> None:
         for name, tensor in found.items():
             if name not in self.held:
@@ -336,103 +375,6 @@ class _Memory:
 
     def tensors(self) -> dict[str, Tensor]:
         return self.held
-
-
-class _Disk:
-    """Activations streamed to one ``.npy`` file a site, with a record of how far the run got."""
-
-    def __init__(self, folder: Path, n: int, key: str) -> None:
-        self.folder, self.n, self.key = folder, n, key
-        self.record = folder / "collect.json"
-        self.files: dict[str, str] = {}
-        self.arrays: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self.done = 0
-        if not self.record.exists():
-            return
-        try:
-            found = json.loads(self.record.read_text())
-            same, self.done = found["key"] == key, int(found["done"])
-            self.files = {name: Path(file).name for name, file in found["files"].items()}
-            self.arrays = {
-                name: (str(dtype), tuple(shape)) for name, (dtype, shape) in found["arrays"].items()
-            }
-        except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as err:
-            raise StoreError(
-                f"{str(self.record)!r} is damaged ({err}). Remove the folder or choose another."
-            ) from err
-        if not same:
-            raise StoreError(
-                f"{str(folder)!r} holds activations of other data, sites, positions or another model. "
-                "Choose another folder, or remove this one."
-            )
-        for name, file in self.files.items():
-            path = folder / file
-            held = self._open(path)
-            if (held.dtype.str, held.shape) != self.arrays.get(name):
-                raise StoreError(
-                    f"{str(path)!r} holds {held.dtype} {held.shape}, which is not what was written there. "
-                    "Remove the folder to collect again."
-                )
-
-    def _open(self, path: Path) -> Any:
-        import numpy as np
-
-        try:
-            _no_link(path)
-            # Read only first: for writing, numpy would fill up a file that was cut with zeros.
-            np.load(path, mmap_mode="r", allow_pickle=False)
-            return np.load(path, mmap_mode="r+", allow_pickle=False)
-        except (OSError, ValueError, EOFError) as err:
-            raise StoreError(
-                f"{str(path)!r} can't be read: {err}. Remove the folder to collect again."
-            ) from err
-
-    def _new(self, path: Path, dtype: Any, shape: tuple[int, ...]) -> Any:
-        """A file with room for everything: a full disk shows now, not as a crash in the midst of writing."""
-        import numpy as np
-
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            _no_link(path)
-            made = np.lib.format.open_memmap(path, "w+", dtype, shape)
-            if hasattr(os, "posix_fallocate"):
-                with path.open("r+b") as file:
-                    os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-        except OSError as err:
-            if not path.is_symlink():
-                with contextlib.suppress(NotADirectoryError):
-                    path.unlink(missing_ok=True)
-            raise StoreError(f"can't write to {str(self.folder)!r}: {err}") from err
-        return made
-
-    def put(self, start: int, found: Mapping[str, Tensor]) -> None:
-        for i, (name, tensor) in enumerate(found.items()):
-            if tensor.dtype == torch.bfloat16:
-                raise InputError(
-                    "bfloat16 can't be streamed to disk. Give dtype=torch.float16 or torch.float32"
-                )
-            values = tensor.numpy()
-            # Opened anew for each piece: pages of a file that stays mapped count as the process's memory.
-            if name in self.files:
-                held = self._open(self.folder / self.files[name])
-            else:
-                self.files[name] = file = f"site_{i:03d}.npy"
-                held = self._new(self.folder / file, values.dtype, (self.n, *values.shape[1:]))
-                self.arrays[name] = (held.dtype.str, held.shape)
-            held[start : start + len(values)] = values
-            held.flush()
-        self.done = start + len(next(iter(found.values())))
-        with atomic_path(self.record) as part:
-            content = {"key": self.key, "done": self.done, "files": self.files, "arrays": self.arrays}
-            part.write_text(json.dumps(content))
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {name: torch.from_numpy(self._open(self.folder / file)) for name, file in self.files.items()}
-
-
-def _no_link(path: Path) -> None:
-    if path.is_symlink():
-        raise OSError(f"{path.name} is a link: what is written to it would end up elsewhere")
 
 
 def _key(

@@ -172,8 +172,9 @@ class Result:
         except FileNotFoundError as err:
             raise StoreError(f"can't read {str(path)!r} as a {cls.__name__}: {err}") from err
         except (OSError, SafetensorError, ValueError) as err:
+            why = "it is a folder, not a file written by save()" if os.path.isdir(path) else err
             raise StoreError(
-                f"can't read {str(path)!r} as a {cls.__name__}: {err}. If it belongs to a run, remove that "
+                f"can't read {str(path)!r} as a {cls.__name__}: {why}. If it belongs to a run, remove that "
                 "cell's folder and give the same command again."
             ) from err
         if header is None:

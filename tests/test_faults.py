@@ -161,8 +161,9 @@ def test_a_damaged_file_is_an_error_or_read_and_is_left_as_it_is(tmp_path: Path,
         except Exception as err:
             raise AssertionError(f"{name}, {what}: {type(err).__name__}: {err}") from err
         else:
-            # Other numbers in the place of numbers can't be told; and JSON without its end may be whole.
+            # Other numbers in the place of numbers can't be told, but in a stream; and JSON without its end may be whole.
             assert what[0].isdigit() or content.rstrip() == whole.rstrip() or "weights" in name, what
+            assert name != "streamed activations" or content[128 : len(whole)] == whole[128:], what
         for p, before in beside.items():
             p.write_bytes(before)
     assert not Canary.touched
@@ -338,9 +339,16 @@ def test_a_folder_that_may_not_be_written_is_an_error(tmp_path: Path) -> None:
     locked = tmp_path / "locked"
     locked.mkdir()
     RunRecord("quickstart", {}).save(locked)
-    locked.chmod(0o555)
+    for name in ("finished", "begun"):
+        array = streamed(locked / name) / "site_000.npy"
+        array.chmod(0o444)
+    record = locked / "begun" / "collect.json"
+    content = json.loads(record.read_text())
+    record.write_text(json.dumps({**content, "done": 2, "sums": content["sums"][:1]}))
+    for folder in (locked, locked / "finished", locked / "begun"):
+        folder.chmod(0o555)
     code = (
-        "import sys, torch, probelens as pl\n"
+        "import sys, numpy as np, torch, probelens as pl\n"
         "from pathlib import Path\nfrom probelens.cli import main\nfrom probelens.experiments import RunRecord, Store\n"
         "place = Path(sys.argv[1])\n"
         "calls = [lambda: RunRecord('quickstart', {}).save(place), lambda: RunRecord('x', {}).save(place / 'new'),\n"
@@ -351,6 +359,11 @@ def test_a_folder_that_may_not_be_written_is_an_error(tmp_path: Path) -> None:
         "    try:\n        call()\n"
         '    except pl.StoreError as err:\n        assert "can\'t write" in str(err), err\n'
         "    else:\n        raise SystemExit('written')\n"
+        "import test_faults\n"
+        "assert len(np.load(test_faults.streamed(place / 'finished') / 'site_000.npy')) == 3\n"
+        "try:\n    test_faults.streamed(place / 'begun')\n"
+        "except pl.StoreError as err:\n    assert 'Permission denied' in str(err) and 'Remove' not in str(err), err\n"
+        "else:\n    raise SystemExit('written')\n"
         "print('refused', main(['run', 'quickstart', '--preset', 'smoke', '--out', str(place / 'run')]))\n"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
@@ -360,8 +373,9 @@ def test_a_folder_that_may_not_be_written_is_an_error(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.stdout.strip() == "refused 2", done.stdout + done.stderr
     assert "Traceback" not in done.stderr
-    assert [p.name for p in locked.iterdir()] == ["run.json"]
-    locked.chmod(0o755)
+    assert sorted(p.name for p in locked.iterdir()) == ["begun", "finished", "run.json"]
+    for folder in (locked, locked / "finished", locked / "begun"):
+        folder.chmod(0o755)
 
 
 # -- code that files would like to run --------------------------------------------------------------
