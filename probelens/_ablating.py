@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from probelens._notes import metric_note, noted
 from probelens.errors import InputError, MetricError, ShapeError
-from probelens.points import HookPoint
+from probelens.points import HookPoint, has_positions
 from probelens.sites import layer_of
 from probelens.sweep import Condition, Edit, Read, sweep
 
@@ -97,10 +98,11 @@ def draw(
         raise InputError(f"control {unknown[0]!r} is not known. Allowed: {', '.join(map(repr, CONTROLS))}")
     out: list[Drawn] = []
     for name, space in spaces.items():
-        if acts[name].ndim != 3:
+        point = model.point(name)
+        if acts[name].ndim != 3 or not has_positions(point) or point.pos_axis != 1:
             raise ShapeError(
-                f"{name!r} has activations {tuple(acts[name].shape)}; a subspace is removed from (example, pos, d). "
-                "Choose a point without further axes, or ablate_component() for heads and states."
+                f"{name!r} has activations {tuple(acts[name].shape)}, axes {point.axes}; a subspace is removed from "
+                "(example, pos, d). Choose a point of these axes, or ablate_component() for heads and states."
             )
         check_finite(name, acts[name], mask)
         real = acts[name][mask]
@@ -324,7 +326,8 @@ def _metric(metric: Metric, target: str) -> Callable[..., Tensor]:
         given = metric
 
         def custom(logits: Tensor, **data: Tensor) -> Tensor:
-            value = given(logits, **data)
+            with noted(lambda: metric_note(given, ", ".join(["logits", *(f"{k}={k}" for k in data)]))):
+                value = given(logits, **data)
             if not isinstance(value, Tensor) or value.shape != logits.shape[:2]:
                 raise ShapeError(
                     f"metric must return one value a position, {tuple(logits.shape[:2])}, got "

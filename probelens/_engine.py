@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from probelens._limits import Limits, Sizes, largest, limits_of, mib
+from probelens._forwards import makeup
+from probelens._limits import Limits, Sizes, in_bytes, largest, limits_of, mib
 from probelens._quick import quick
 from probelens._resume import distrusted
 from probelens._suffix import SuffixRuns
@@ -33,12 +34,13 @@ class Engine:
         mask: 1 for real tokens. (example, pos)
         batch_size: Examples of a batch, at most.
         memory: Bytes that may be held; None for the usual limits.
-        source: Bytes that the conditions hold for an example of the batch.
+        source: Bytes that the conditions hold for an example of the batch, or a function that gives them.
+        resume: Whether runs may begin in mid-sequence.
     """
 
     def __init__(
         self, model: HookedModel, tokens: Tensor, conditions: Sequence[Condition], read: Read, mask: Tensor | None,
-        batch_size: int, memory: int | None, source: int,
+        batch_size: int, memory: int | None, source: int | Callable[[], int], resume: bool = True,
     ) -> None:  # fmt: skip
         self.model = model
         self.tokens = tokens
@@ -51,13 +53,15 @@ class Engine:
                 f"read positions must be (example, read) with {len(tokens)} examples, got {tuple(read.pos.shape)}"
             )
         self.seen = self.state()
-        self.sizes = Sizes.of(model, tokens, read, source)
+        # Asked again by a plan made anew: the model's dtype may be another by then.
+        self.source = source
+        self.sizes = Sizes.of(model, tokens, read, source() if callable(source) else source)
         self.batch_size, self.memory = min(batch_size, len(tokens)), memory
         no_skip = self._no_skip()
         self.starts = [None if no_skip else self._start(condition) for condition in conditions]
         self.suffix: SuffixRuns | None = None
         self.path, self.why = "resume", ""
-        why = no_skip or self._resume()
+        why = no_skip or (self._resume() if resume else "a trial on this model gave other numbers")
         if why:
             self.path, self.why = "skip", why
             self.limits = self._plain(no_skip)
@@ -70,7 +74,9 @@ class Engine:
         """What of the model a plan depends on and the caller may change."""
         model = self.model
         hooked = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.module.modules())
-        return model.has_hooks(), hooked, model.cfg.dtype, model.cfg.device, distrusted(model)
+        return (
+            model.has_hooks(), hooked, model.cfg.dtype, model.cfg.device, distrusted(model), makeup(model.module),
+        )  # fmt: skip
 
     def _no_skip(self) -> str:
         """Why no run can begin at a block; "" if one can."""
@@ -122,7 +128,7 @@ class Engine:
         batch = largest(self.batch_size, self.memory, lambda b: sum(self._needs(b).values()))
         if not batch:
             raise InputError(
-                f"memory={self.memory} bytes ({mib(self.memory or 0)}): one example of {self.tokens.shape[1]} positions "
+                f"memory={in_bytes(self.memory or 0)}: one example of {self.tokens.shape[1]} positions "
                 f"under one condition needs {sum(self._needs(1).values())} "
                 f"({', '.join(f'{name} {mib(size)}' for name, size in self._needs(1).items() if size)}). "
                 "Give at least that, or shorter sequences, or memory=None for no budget."
@@ -166,6 +172,12 @@ class Engine:
                     blocks += (self.n - (start or 0)) * length * len(rows)
                     reads += (length if start is None else picked) * len(rows)
         return blocks, reads
+
+    def trial(self) -> int:
+        """Block-positions until a first trial on the inputs has turned resuming down; 0 where none is left to make."""
+        if self.suffix is None or not (tried := self.suffix.trial(len(self.chunks[0]))):
+            return 0
+        return tried + self.n * self.tokens.shape[1] * len(self.chunks[0])
 
     # -- running -------------------------------------------------------------------------------------
 
@@ -239,5 +251,4 @@ class Engine:
         if self.read.pos is not None and not picked:
             where = self.read.pos[rows].to(logits.device)
             logits = logits.gather(1, where[..., None].expand(-1, -1, logits.shape[-1]))
-        data = {key: value[rows].to(logits.device) for key, value in self.read.data.items()}
-        return self.read.fn(logits, **data).detach().cpu()
+        return self.read.value(logits, rows).detach().cpu()

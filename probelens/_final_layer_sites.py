@@ -168,7 +168,7 @@ def _gather(
 
         def whole(tensor: Tensor, hook: Any) -> None:
             local = torch.arange(len(rows), device=tensor.device)[:, None]
-            put(tensor.detach()[local, where[rows].to(tensor.device)], rows)
+            put(tensor.detach().movedim(hook.pos_axis, 1)[local, where[rows].to(tensor.device)], rows)
 
         def step(tensor: Tensor, hook: Any) -> None:
             here = where[rows, 0] == hook.pos
@@ -195,7 +195,7 @@ def _write(model: HookedModel, name: str, values: Tensor, where: Tensor) -> Edit
     def whole(tensor: Tensor, hook: Any, value: Tensor, where: Tensor) -> Tensor:
         out = tensor.clone()
         rows = torch.arange(len(tensor), device=tensor.device)[:, None]
-        out[rows, where.to(tensor.device)] = value.to(tensor)
+        out.movedim(hook.pos_axis, 1)[rows, where.to(tensor.device)] = value.to(tensor)
         return out
 
     data = {"value": values, "where": where}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from probelens.model import HookedModel
     from probelens.sweep import Read
 
-__all__ = ["Limits", "Sizes", "largest", "limits_of", "mib"]
+__all__ = ["Limits", "Sizes", "in_bytes", "largest", "limits_of", "mib"]
 
 # What is held where the caller names no budget, in bytes.
 _EDITED = 1 << 28
@@ -78,6 +78,16 @@ class Limits:
     together: int = 1
     tokens: int = 1
     vector: int = 4
+
+
+def in_bytes(size: int) -> str:
+    """A number of bytes, and in words where these are shorter.
+
+    Examples:
+        >>> in_bytes(20_000), in_bytes(300)
+        ('20000 bytes (19.53 KiB)', '300 bytes')
+    """
+    return f"{size} bytes" + (f" ({mib(size)})" if size >= 1 << 10 else "")
 
 
 def mib(size: int) -> str:

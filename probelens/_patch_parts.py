@@ -8,10 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from probelens._notes import metric_note, noted
 from probelens.errors import InputError, ShapeError
 from probelens.metrics import logit_diff
 from probelens.model import HookedModel
-from probelens.points import HookPoint
+from probelens.points import HookPoint, has_positions
 from probelens.sweep import Edit, Read
 
 Metric = Literal["logit_diff", "prob_diff"] | Callable[[Tensor, Tensor], Tensor]
@@ -35,21 +36,27 @@ def first_order(
     logits = model.run_with_hooks(tokens, [(name, keep) for name in names], attention_mask=mask)
     where = read.pos[rows].to(logits.device)  # type: ignore[index]
     picked = logits.gather(1, where[..., None].expand(-1, -1, logits.shape[-1]))
-    value = read.fn(picked, **{k: v[rows].to(logits.device) for k, v in read.data.items()})
+    value = read.value(picked, rows)
     every = [tensor for name in names for tensor in held[name]]
     # A state after the read position has no gradient: nothing is read from it.
     grads = iter(torch.autograd.grad(value.sum(), every, allow_unused=True))
     found = []
     for name in names:
         # A state point was called once a step; any other point once, with all positions.
-        steps = model.point(name).step
+        point = model.point(name)
+        steps = point.step
         parts = []
         for i, tensor in enumerate(held[name]):
             grad = next(grads)
             new = values[name][rows][:, i] if steps else values[name][rows]
-            change = new.to(tensor.device) - tensor.detach()
+            new, old = new.to(tensor.device), tensor.detach()
+            # Equal infinities, as of masked scores, don't differ by NaN.
+            change = torch.where(new == old, 0, new - old)
             effect = torch.zeros_like(change) if grad is None else grad * change
-            parts.append(effect.flatten(1).sum(-1)[:, None] if steps else effect.flatten(2).sum(-1))
+            if not steps and has_positions(point):
+                parts.append(effect.movedim(point.pos_axis, 1).flatten(2).sum(-1))
+            else:
+                parts.append(effect.flatten(1).sum(-1)[:, None])
         found.append(torch.cat(parts, 1).cpu())
     return found, value.detach().cpu()
 
@@ -61,7 +68,14 @@ def at_column(x: Tensor, column: Tensor | None, rows: Tensor) -> Tensor:
 
 
 def replace(model: HookedModel, name: str, values: Callable[[Tensor], Tensor], column: Tensor | None) -> Edit:
-    """The edit that puts ``values`` of the batch's rows (batch, pos, ...) in at one position of each example."""
+    """The edit that puts ``values`` of the batch's rows in at one position of each example.
+
+    Args:
+        model: The wrapped model.
+        name: Hook point.
+        values: From examples to their activations, in the axes of the point.
+        column: The position in each example, on the point's own axis of positions; None for all. (example,)
+    """
     data: dict[str, Tensor | Callable[[Tensor], Tensor]] = {"value": values}
     if column is not None:
         data["where"] = column
@@ -81,15 +95,43 @@ def replace(model: HookedModel, name: str, values: Callable[[Tensor], Tensor], c
         if where is None:
             return value.to(tensor)
         rows = torch.arange(len(tensor), device=tensor.device)
-        where = where.to(tensor.device)
+        where, axis = where.to(tensor.device), hook.pos_axis
+        if tensor.ndim <= axis or int(where.max()) >= tensor.shape[axis]:
+            raise ShapeError(
+                f"can't patch {hook.name!r} at position {int(where.max())}: it gives a tensor of shape "
+                f"{tuple(tensor.shape)}, in which axis {axis} has the positions. Patch it with pos=None"
+            )
         out = tensor.clone()
-        out[rows, where] = value.to(tensor)[rows, where]
+        # A view: at a pattern the heads come before the (query) positions.
+        out.movedim(axis, 1)[rows, where] = value.to(tensor).movedim(axis, 1)[rows, where]
         return out
 
     if not model.point(name).step:
         return Edit(name, whole, data, first=column)
     steps = None if column is None else tuple(sorted(set(column.tolist())))
     return Edit(name, step, data, steps, column)
+
+
+def check_positions(model: HookedModel, names: Sequence[str], columns: Sequence[Tensor | None]) -> None:
+    """Refuse points without an axis of positions where some positions are to be patched and others not.
+
+    Args:
+        model: The wrapped model.
+        names: Hook points.
+        columns: As ``columns`` gives them.
+
+    Raises:
+        InputError: Names the point and its axes.
+    """
+    if all(column is None for column in columns):
+        return
+    for name in names:
+        point = model.point(name)
+        if not has_positions(point):
+            raise InputError(
+                f"{name!r} has the axes {point.axes}, none of positions, so it can't be patched at some of them. "
+                "Patch it at all positions at once with pos=None, or take another point"
+            )
 
 
 def columns(pos: Pos, length: int, n: int) -> tuple[list[Tensor | None], list[str]]:
@@ -132,7 +174,8 @@ def read_metric(metric: Metric) -> Callable[..., Tensor]:
         given = metric
 
         def custom(logits: Tensor, answers: Tensor) -> Tensor:
-            value = given(logits[:, 0], answers)
+            with noted(lambda: metric_note(given, "logits, answers")):
+                value = given(logits[:, 0], answers)
             if not isinstance(value, Tensor) or value.shape != (len(logits),):
                 raise ShapeError(
                     f"metric must return one value for each example, ({len(logits)},), got "

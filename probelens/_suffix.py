@@ -131,14 +131,20 @@ class SuffixRuns:
         """
         batch, length = len(rows), self.length
         total = self.n * batch * length
-        if first and self.resumer.trusted < length:
-            layer = min(job.stop for job in self.jobs)
-            total += (self.n * length + (self.n - layer) * (length - self._floor(length // 2))) * batch
+        total += self.trial(batch) if first else 0
         total += sum((job.stop - max(job.start, 0)) * length * batch for job in self.jobs if job.at is None)
         planned = self.planned(rows)
         runs = sum(len(group) for load in planned for group in load.groups)
         reads = length if self.read.pos is None else self.read.pos.shape[1]
         return total + sum(load.blocks for load in planned), (runs + 1) * reads * batch
+
+    def trial(self, batch: int) -> int:
+        """Block-positions of trying on so many examples whether resuming is right; 0 where it was seen to be."""
+        if self.resumer.trusted >= self.length:
+            return 0
+        layer = min(job.stop for job in self.jobs)
+        again = (self.n - layer) * (self.length - self._floor(self.length // 2))
+        return (self.n * self.length + again) * batch
 
     def planned(self, rows: Tensor) -> list[Load]:
         """The jobs, as many at a time as may be held, with the passes that they take at most."""
@@ -326,9 +332,8 @@ class _Readout:
         if not self._held:
             return
         logits = self.model(torch.cat([r for _, r in self._held]), start_at_layer=self.model.cfg.n_layers)
-        data = {key: value[self.rows].to(logits.device) for key, value in self.read.data.items()}
         for (index, _), part in zip(self._held, logits.split(len(self._held[0][1])), strict=True):
-            self._values[index] = self.read.fn(part, **data).detach().cpu()
+            self._values[index] = self.read.value(part, self.rows).detach().cpu()
         self._held, self._tokens = [], 0
 
 

@@ -52,7 +52,8 @@ class Edit:
 
     Args:
         pos: None for everywhere; a position, slice or list, negative ones from the end; an integer
-            tensor with one position per example (batch,); or a boolean mask (batch, pos).
+            tensor with one position per example (batch,); or a boolean mask (batch, pos). Positions are
+            counted on the hook point's own axis of positions: at a pattern, that of the query.
     """
 
     pos: Positions = None
@@ -471,9 +472,11 @@ def _fit(name: str, value: Tensor, tensor: Tensor, hook: HookPoint | None, batch
     if step is not None:
         # One step of a point that has a position axis elsewhere: the value's is picked from here.
         core = shape[1:]
-        axis = value.ndim - len(core) - 1
+        lead = value.ndim - len(core) - 1
+        axis = lead + getattr(hook, "pos_axis", 1) - 1
+        rest = (*value.shape[lead:axis], *value.shape[axis + 1 :])
         is_batch = batch and value.shape == shape  # (batch, ...) and (pos, ...) can look the same
-        if axis in ((0, 1) if batch else (0,)) and value.shape[axis + 1 :] == core and not is_batch:
+        if lead in ((0, 1) if batch else (0,)) and rest == (*core,) and not is_batch:
             if not -value.shape[axis] <= step < value.shape[axis]:
                 raise ShapeError(f"the {name} has {value.shape[axis]} positions, but the hook is at {step}")
             value = value.select(axis, step)
@@ -492,9 +495,11 @@ def _where(pos: Positions, tensor: Tensor, hook: HookPoint | None) -> Tensor | N
     if pos is None:
         return None
     step = None if hook is None else hook.pos
-    if step is None and tensor.ndim < 2:
-        raise ShapeError(f"pos={pos!r} needs a tensor (batch, pos, ...), got {tuple(tensor.shape)}")
-    batch, length = tensor.shape[0], tensor.shape[1] if step is None else getattr(hook, "length", None)
+    axis, axes = getattr(hook, "pos_axis", 1), getattr(hook, "axes", ())
+    if step is None and (tensor.ndim <= axis or (axes and not {"pos", "key_pos"} & {*axes})):
+        at = "" if hook is None else f", and {hook.name!r} has the axes {axes}"
+        raise ShapeError(f"pos={pos!r} needs a tensor (batch, pos, ...), got {tuple(tensor.shape)}{at}")
+    batch, length = tensor.shape[0], tensor.shape[axis] if step is None else getattr(hook, "length", None)
     if isinstance(pos, Tensor) and pos.dtype == torch.bool:
         if pos.ndim != 2 or pos.shape[0] != batch or (length is not None and pos.shape[1] != length):
             raise ShapeError(f"the mask {tuple(pos.shape)} must be (batch, pos) = ({batch}, {length})")
@@ -502,7 +507,10 @@ def _where(pos: Positions, tensor: Tensor, hook: HookPoint | None) -> Tensor | N
     else:
         table = _table(pos, batch, length, step)
     found = table if step is None else table[:, step]
-    return found.to(tensor.device).view(*found.shape, *(1,) * (tensor.ndim - found.ndim))
+    shape = [len(found), *[1] * (tensor.ndim - 1)]
+    if step is None:
+        shape[axis] = found.shape[1]
+    return found.to(tensor.device).view(shape)
 
 
 def _table(pos: Any, batch: int, length: int | None, step: int | None) -> Tensor:

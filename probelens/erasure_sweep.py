@@ -22,6 +22,7 @@ from probelens.erasure import LeaceFitter
 from probelens.errors import InputError, ShapeError
 from probelens.inlp import Inlp, inlp
 from probelens.model import HookedModel
+from probelens.points import has_positions
 from probelens.progress import progress_bar
 from probelens.results import Result
 from probelens.sites import LAYER_AXIS, Sites, expand, need_wrapped
@@ -242,9 +243,11 @@ def _activations(model: HookedModel, batch: Any, names: list[str], batch_size: i
     attention = getattr(batch, "attention_mask", None)
     found = collect(model, batch, names, batch_size=batch_size, attention_mask=attention).tensors
     for name, x in found.items():
-        if x.ndim != 3:
+        point = model.point(name)
+        if x.ndim != 3 or not has_positions(point) or point.pos_axis != 1:
             raise ShapeError(
-                f"{name!r} has activations {tuple(x.shape)}; a variable is erased from (example, pos, d)"
+                f"{name!r} has activations {tuple(x.shape)}, axes {point.axes}; a variable is erased from "
+                "(example, pos, d)"
             )
         check_finite(name, x, batch.mask)
     return found

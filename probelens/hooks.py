@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from probelens._eager import eager, hold, release
+from probelens._notes import noted
 from probelens.errors import HookNotFiredError, InputError, ShapeError
 from probelens.points import HookPoint, Site, first_argument, pick, put
 
@@ -202,14 +203,9 @@ class Entry:
         return tensor
 
 
-@contextlib.contextmanager
-def _named(hook: HookPoint) -> Iterator[None]:
+def _named(hook: HookPoint) -> contextlib.AbstractContextManager[None]:
     """Say in the traceback of whatever a hook function raises which point it was called at, and how."""
-    try:
-        yield
-    except Exception as err:
-        err.add_note(f"Raised by the hook at {hook.name!r}, which was called as fn(tensor, hook=point).")
-        raise
+    return noted(lambda: f"Raised by the hook at {hook.name!r}, which was called as fn(tensor, hook=point).")
 
 
 class Tap:

@@ -15,9 +15,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from probelens._patch_parts import Metric, Mode, Pos, check_pairs, columns, marks, read_metric, replace
+from probelens._patch_parts import (
+    Metric,
+    Mode,
+    Pos,
+    check_pairs,
+    check_positions,
+    columns,
+    marks,
+    read_metric,
+    replace,
+)
 from probelens.collect import collect, padding_mask, stops_at
 from probelens.model import HookedModel
+from probelens.points import has_positions
 from probelens.sites import Sites, expand, layer_of, need_wrapped
 from probelens.sweep import Condition, Read, SweepPlan, plan
 
@@ -31,10 +42,15 @@ __all__ = ["PatchPlan", "patch_plan"]
 class PatchPlan:
     """What ``patch`` will run; ``run`` runs it and gives exactly what ``patch`` gives.
 
+    Where the model's first trial on the inputs turns the path "resume" down, the run costs more than is counted here:
+    see ``SweepPlan`` for how much, which is printed, too.
+
     Args:
         sweep: The patched runs, with the unedited run that they are put into.
         source: The unedited run that the activations come from.
         collected: Block-positions of collecting these activations.
+        collected_unembedded: Positions that go through the final norm and the unembedding meanwhile: none where
+            collecting stops before the last block.
         sites: Hook point of each row.
         positions: Position of each column, as text: "7", "all", "per example".
         mode: "denoise" or "noise".
@@ -45,6 +61,7 @@ class PatchPlan:
     sweep: SweepPlan
     source: SweepPlan
     collected: int
+    collected_unembedded: int
     sites: list[str]
     positions: list[str]
     mode: str
@@ -63,6 +80,16 @@ class PatchPlan:
     def naive_block_positions(self) -> int:
         """The same with one whole forward for each patch."""
         return self.sweep.naive_block_positions + self.source.naive_block_positions + self.collected
+
+    @property
+    def unembedded(self) -> int:
+        """Positions of all runs that go through the final norm and the unembedding."""
+        return self.sweep.unembedded + self.source.unembedded + self.collected_unembedded
+
+    @property
+    def naive_unembedded(self) -> int:
+        """The same with one whole forward for each patch."""
+        return self.sweep.naive_unembedded + self.source.naive_unembedded + self.collected_unembedded
 
     @property
     def path(self) -> str:
@@ -85,10 +112,16 @@ class PatchPlan:
         return max(self.sweep.bytes, self.source.bytes)
 
     def __str__(self) -> str:
+        least = "" if self.sweep.exact else " at least"
+        if (other := self.sweep.otherwise) is not None:
+            more = self.sweep.trial + other.block_positions - self.sweep.block_positions
+            worst = self.naive_block_positions / max(1, self.block_positions + max(0, more))
+            least += f", {worst:.2f}x if the trial turns that down"
         return (
             f"patch, {self.mode}, {self.metric}: {len(self.sites)} sites at {len(self.positions)} positions\n{self.sweep}\n"
-            f"source: {self.source.block_positions + self.collected:,} block-positions more, for the activations and the "
-            f"metric of the other run; in all {self.ratio:.2f}x fewer{'' if self.sweep.exact else ' at least'}"
+            f"source: {self.source.block_positions + self.collected:,} block-positions and "
+            f"{self.source.unembedded + self.collected_unembedded:,} unembedded positions more, for the activations and "
+            f"the metric of the other run; in all {self.ratio:.2f}x fewer{least}"
         )
 
     def run(self, progress: bool = False) -> PatchResult:
@@ -149,13 +182,15 @@ def patch_plan(
         The plan, to print; its ``run()`` gives what ``patch`` gives.
 
     Raises:
-        InputError: An unknown mode, metric or position, or a budget too small for one pair at one patch.
+        InputError: An unknown mode, metric or position, a point without positions and ``pos`` other than None, or a
+            budget too small for one pair at one patch.
         UnknownHookError: A site that the model doesn't have.
     """
     need_wrapped(model)
     check_pairs(pairs, mode)
     names = expand(model, sites)
     where, labels = columns(pos, pairs.clean.shape[1], len(pairs))
+    check_positions(model, names, where)
     into, source = (pairs.corrupted, pairs.clean) if mode == "denoise" else (pairs.clean, pairs.corrupted)
     mask = padding_mask(pairs.mask)
     read = Read(read_metric(metric), pairs.read_pos[:, None].long(), {"answers": pairs.answers})
@@ -167,12 +202,13 @@ def patch_plan(
         for j, column in enumerate(where)
     ]
     shared: dict[str, Any] = {"attention_mask": mask, "memory": memory}
-    planned = plan(model, into, conditions, read, batch_size=batch_size, source_bytes=values.size(), **shared)
-    n = model.cfg.n_layers
+    planned = plan(model, into, conditions, read, batch_size=batch_size, source_bytes=values.size, **shared)
+    n, stop = model.cfg.n_layers, stops_at(model, names)
     return PatchPlan(
         planned,
         plan(model, source, (), read, batch_size=planned.batch_size, **shared),
-        (n if (stop := stops_at(model, names)) is None else stop) * source.numel(),
+        (n if stop is None else stop) * source.numel(),
+        source.numel() if stop is None else 0,
         [" + ".join(group) for group in groups],
         labels,
         mode,
@@ -219,8 +255,10 @@ class _Source:
             mask = None if self.mask is None else torch.ones_like(short)
             acts = collect(self.model, short, inside, attention_mask=mask).tensors
             for name, x in acts.items():
-                square = length / short.shape[1] if "key_pos" in self.model.point(name).axes else 1
-                found[name] = math.ceil(x.numel() / short.shape[1] * length * square)
+                point = self.model.point(name)
+                # A pattern has an axis for the query's positions and one for the key's; some points have none.
+                times = max(has_positions(point), ("pos" in point.axes) + ("key_pos" in point.axes))
+                found[name] = math.ceil(x.numel() * (length / short.shape[1]) ** times)
         return sum(found.values()) * self.model.cfg.dtype.itemsize
 
     def _rows(self, name: str, rows: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from probelens._patch_parts import (
     Pos,
     at_column,
     check_pairs,
+    check_positions,
     columns,
     first_order,
     read_metric,
@@ -276,7 +277,8 @@ def patch(
         pairs: PatchPairs: clean and corrupted tokens (example, pos), where to read, the answers.
         sites: Where: a shorthand such as "resid_pre", "layers", names, globs, or a list.
         pos: "each" for every position by itself; None for all positions at once; an int; a slice or
-            list for each of these; or a tensor (example,) with a position for each example.
+            list for each of these; or a tensor (example,) with a position for each example. At a
+            pattern (``attn.hook_pattern``, ``hook_attn_scores``) it is the position of the query.
         mode: "denoise" puts clean activations into the corrupted run, "noise" the mirror.
         metric: "logit_diff" (clean minus corrupted answer), "prob_diff", or a function of the
             logits at the read position (batch, d_vocab) and the answers (batch, 2).
@@ -291,8 +293,8 @@ def patch(
         ``values`` (site, pos, example), and ``recovery()`` (site, pos).
 
     Raises:
-        InputError: An unknown mode, metric or position, an answer outside the vocabulary, or a memory budget
-            that one pair at one patch exceeds.
+        InputError: An unknown mode, metric or position, a point without positions and ``pos`` other than None,
+            an answer outside the vocabulary, or a memory budget that one pair at one patch exceeds.
         UnknownHookError: A site that the model doesn't have.
 
     Source:
@@ -334,7 +336,7 @@ def attribute(
         compare the two with ``agreement`` on a few cells.
 
     Raises:
-        InputError: A model that gives no gradient: one run elsewhere, or made under
+        InputError: What ``patch`` refuses, or a model that gives no gradient: one run elsewhere, or made under
             ``torch.inference_mode``.
 
     Source:
@@ -351,6 +353,7 @@ def attribute(
     check_pairs(pairs, mode)
     names = expand(model, sites)
     where, labels = columns(pos, pairs.clean.shape[1], len(pairs))
+    check_positions(model, names, where)
     into, source = (pairs.corrupted, pairs.clean) if mode == "denoise" else (pairs.clean, pairs.corrupted)
     mask = padding_mask(pairs.mask)
     fn = read_metric(metric)

@@ -119,7 +119,7 @@ class HookPoint:
 
     @property
     def pos_axis(self) -> int:
-        """The axis of the hook's tensor that runs over positions."""
+        """The axis of the hook's tensor that runs over positions; at a pattern, over those of the query."""
         for axis in ("pos", "key_pos"):
             if axis in self.axes:
                 return self.axes.index(axis)
@@ -181,6 +181,22 @@ class HookPoint:
     def __repr__(self) -> str:
         where = "" if self.pos is None else f", pos={self.pos}"
         return f"HookPoint({self.name!r}{where})"
+
+
+def has_positions(point: HookPoint) -> bool:
+    """Whether a point's tensor has an axis of positions, ``pos_axis``; taken for granted where no axes are known.
+
+    Args:
+        point: A hook point.
+
+    Returns:
+        False where the axes are known and none is of positions.
+
+    Examples:
+        >>> has_positions(HookPoint("hook_pooled", "boundary", ("batch", "d_model"), "pool"))
+        False
+    """
+    return not point.axes or "pos" in point.axes or "key_pos" in point.axes
 
 
 def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> int | str:

@@ -9,6 +9,7 @@ is possible, what it costs and what it holds in memory.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from probelens._engine import Engine
 from probelens._limits import mib
+from probelens._notes import metric_note, noted
 from probelens._settings import whole_number
 from probelens.collect import told
 from probelens.errors import InputError
@@ -109,6 +111,24 @@ class Read:
     pos: Tensor | None = None
     data: Mapping[str, Tensor] = field(default_factory=dict)
 
+    def value(self, logits: Tensor, rows: Tensor) -> Tensor:
+        """What is kept of some examples' logits.
+
+        Args:
+            logits: At the positions read. (batch, read, d_vocab)
+            rows: Which examples they are of. (batch,)
+
+        Returns:
+            A value for each example. (batch, ...)
+        """
+        fn = self.fn
+        data = {key: value[rows].to(logits.device) for key, value in self.data.items()}
+        # The library's own readers name the metric that they were given.
+        if str(getattr(fn, "__module__", "")).partition(".")[0] == "probelens":
+            return fn(logits, **data)
+        with noted(lambda: metric_note(fn, ", ".join(["logits", *(f"{key}={key}" for key in data)]))):
+            return fn(logits, **data)
+
 
 @dataclass(frozen=True)
 class SweepResult:
@@ -144,14 +164,17 @@ class SweepPlan:
     known only once it runs, and runs that come out later, or equal to the unedited one, cost less. For edits
     inside a block the plan takes the first position. Not counted are trials on a few random tokens, made once a model.
 
+    A model's first run on the path "resume" begins with a trial on the inputs themselves. Where it gives other
+    numbers, the run falls back to a longer path, and then costs ``trial`` and what ``otherwise`` costs, which is more
+    than these counts; ``print`` says how much. The result's ``path`` and ``why`` say what ran.
+
     Args:
         conditions: How many.
         examples: How many.
         positions: Of a sequence.
         batch_size: Examples of a batch; fewer than asked for where the memory budget demands it.
         batches: How many.
-        path: "resume", "skip" or "full", as in ``SweepResult``. A first trial on the inputs themselves, which
-            can still turn "resume" down, is part of the run; its result says so.
+        path: "resume", "skip" or "full", as in ``SweepResult``; with a ``trial``, "resume" only if that agrees.
         why: Why no shorter path is possible; "" for "resume".
         block_positions: Of all runs.
         unembedded: Positions that go through the final norm and the unembedding.
@@ -162,6 +185,9 @@ class SweepPlan:
             needs while it runs: "states" and "residuals" kept of the unedited run, "edited" residuals, copies for
             "passes" that conditions share, "logits", "source" (activations that are put in).
         memory: The budget in bytes; None for none.
+        trial: Block-positions that are run before a first trial on the inputs can turn "resume" down, counted in
+            ``block_positions`` too; 0 where no trial is left to make.
+        otherwise: What is run after such a trial; None where there is none, or the budget is too small for it.
     """
 
     conditions: int
@@ -178,11 +204,16 @@ class SweepPlan:
     exact: bool
     held: Mapping[str, int]
     memory: int | None
+    trial: int
+    otherwise: SweepPlan | None
     _engine: Engine = field(repr=False)
 
     @property
     def ratio(self) -> float:
-        """How many times fewer block-positions than one whole forward a condition; at least, unless ``exact``."""
+        """How many times fewer block-positions than one whole forward a condition.
+
+        At least so many, unless ``exact``, and provided that a first ``trial`` agrees.
+        """
         return self.naive_block_positions / max(1, self.block_positions)
 
     @property
@@ -197,15 +228,32 @@ class SweepPlan:
             [
                 f"{self.conditions} conditions on {self.examples} examples of {self.positions} positions, in "
                 f"{self.batches} {'batch' if self.batches == 1 else 'batches'} of up to {self.batch_size}",
-                f"path: {self.path}, {_PATHS[self.path]}" + (f" (no shorter one: {self.why})" if self.why else ""),
+                f"path: {self.path}{' if a first trial on the inputs agrees' if self.trial else ''}, {_PATHS[self.path]}"
+                + (f" (no shorter one: {self.why})" if self.why else ""),
                 f"block-positions: {self.block_positions:,}{most}, whole forwards {self.naive_block_positions:,}: "
                 f"{self.ratio:.2f}x fewer{least}",
                 f"unembedded positions: {self.unembedded:,}{most}, whole forwards {self.naive_unembedded:,}: "
                 f"{self.naive_unembedded / max(1, self.unembedded):.2f}x fewer{least}",
                 f"held: {mib(self.bytes)} at most ({parts}), "
                 + ("no budget" if self.memory is None else f"budget {mib(self.memory)}"),
+                *self._turned_down(),
             ]
         )  # fmt: skip
+
+    def _turned_down(self) -> list[str]:
+        if not self.trial:
+            return []
+        other = self.otherwise
+        if other is None:
+            return [
+                "if the trial turns that down: an error, since the budget is too small for any other path"
+            ]
+        blocks = self.trial + other.block_positions
+        return [
+            f"if the trial turns that down: path {other.path}, {blocks:,} block-positions "
+            f"({max(0, blocks - self.block_positions):,} more), {other.unembedded:,} unembedded "
+            f"({max(0, other.unembedded - self.unembedded):,} more), held {mib(max(self.bytes, other.bytes))} at most"
+        ]
 
     def run(self, progress: bool = False, describe: str = "conditions") -> SweepResult:
         """Run what was planned.
@@ -235,7 +283,7 @@ class SweepPlan:
         e = self._engine
         return plan(
             e.model, e.tokens, e.conditions, e.read, batch_size=e.batch_size, attention_mask=e.mask, memory=e.memory,
-            source_bytes=e.sizes.source,
+            source_bytes=e.source,
         )  # fmt: skip
 
 
@@ -248,7 +296,7 @@ def plan(
     batch_size: int = 64,
     attention_mask: Tensor | None = None,
     memory: int | None = None,
-    source_bytes: int = 0,
+    source_bytes: int | Callable[[], int] = 0,
 ) -> SweepPlan:
     """Say what a sweep will run, and what it costs, before it runs.
 
@@ -263,7 +311,8 @@ def plan(
             fewer examples a batch, fewer conditions a pass, a longer path where what the shorter one keeps is
             too much. Values stay the same up to rounding. None cuts as ever: 1 GiB of states, 256 MiB of edited residuals,
             64 MiB of logits, 1 GiB of copies for passes.
-        source_bytes: Bytes of an example that the edits' own functions hold for a batch.
+        source_bytes: Bytes of an example that the edits' own functions hold for a batch; or a function that gives
+            them, which is asked again where the plan is made anew.
 
     Returns:
         The plan; its ``run`` gives what ``sweep`` gives.
@@ -277,13 +326,29 @@ def plan(
         raise InputError(f"sweep needs examples, got inputs of shape {tuple(tokens.shape)}")
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int)):
         raise InputError(f"memory={memory!r}: give a whole number of bytes, such as 2**30, or None")
+    if memory is not None and memory < 1:
+        raise InputError(
+            f"memory={memory}: a budget is a positive number of bytes, such as 2**30; None is for no budget"
+        )
     mask = told(model, attention_mask)
-    engine = Engine(model, tokens, conditions, read, mask, batch_size, memory, source_bytes)
+    given = (model, tokens, conditions, read, mask, batch_size, memory, source_bytes)
+    planned, otherwise = Engine(*given), None
+    trial = planned.trial()
+    if trial:
+        # Too small a budget for it is an error only once it is needed.
+        with contextlib.suppress(InputError):
+            otherwise = _described(Engine(*given, resume=False), 0, None)
+    return _described(planned, trial, otherwise)
+
+
+def _described(engine: Engine, trial: int, otherwise: SweepPlan | None) -> SweepPlan:
+    tokens, conditions = engine.tokens, engine.conditions
     blocks, reads = engine.counts()
     whole = (len(conditions) + 1) * len(tokens) * tokens.shape[1]
     return SweepPlan(
         len(conditions), len(tokens), tokens.shape[1], engine.limits.batch, len(engine.chunks), engine.path, engine.why,
-        blocks, reads, whole * model.cfg.n_layers, whole, engine.path != "resume", engine.holds(), memory, engine,
+        blocks, reads, whole * engine.n, whole, engine.path != "resume", engine.holds(), engine.memory, trial, otherwise,
+        engine,
     )  # fmt: skip
 
 
