@@ -130,6 +130,24 @@ def test_rows_of_a_file_are_kept_and_the_same_row_is_replaced(
     assert (row["case"], row["repeats"]) == ("planted", 2)
 
 
+@pytest.mark.parametrize("meanwhile", ['{"rows": [{"case": "inlp", "device": "cpu", "old": true}]}', "{"])
+def test_what_another_process_wrote_meanwhile_is_kept(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, meanwhile: str
+) -> None:
+    planted(monkeypatch, 0.5)
+    out, measure = tmp_path / "b.json", harness.measure
+
+    def slow(*args: Any) -> Any:
+        row = measure(*args)
+        out.write_text(meanwhile)
+        return row
+
+    monkeypatch.setattr(harness, "measure", slow)
+    assert run("--only", "planted", "--repeats", 1, "--out", out).status == 0
+    cases = [row["case"] for row in json.loads(out.read_text())["rows"]]
+    assert cases == (["inlp", "planted"] if meanwhile != "{" else ["planted"])
+
+
 def test_a_peer_that_is_too_old_leaves_its_row_out(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch, 0.5)
     monkeypatch.setattr(

@@ -135,6 +135,7 @@ def _run(args: argparse.Namespace, store: dict[str, Any], cases: dict[str, Case]
                     _note(left_out[-1:])
             if row is not None:
                 rows.append(row)
+                _refresh(args.out, store)
                 same = [r for r in store["rows"] if (r["case"], r["device"]) != (name, args.device)]
                 store["rows"] = sorted([*same, row], key=lambda r: order.get(r["case"], len(order)))
                 _keep(args.out, store)
@@ -154,10 +155,12 @@ def _grow(args: argparse.Namespace, store: dict[str, Any]) -> int:
 
     left_out = growth.missing()
     _note(left_out)
-    store["growth"] = []
+    found: list[dict[str, Any]] = []
     with progress_bar(len(growth.CURVES) - len(left_out), "curves", not args.quiet) as bar:
         for curve in growth.curves():
-            store["growth"].append(curve)
+            found.append(curve)
+            _refresh(args.out, store)
+            store["growth"] = found
             _keep(args.out, store)
             if not args.json:
                 bar.clear()
@@ -229,6 +232,13 @@ def _read(path: Path | None) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, KeyError) as err:
         why = f"{type(err).__name__}: {err}"
     raise StoreError(f"--out {str(path)!r} isn't a file of this command: {why}. Name another one")
+
+
+def _refresh(path: Path | None, store: dict[str, Any]) -> None:
+    """Take over what another process has added to the file meanwhile."""
+    if path is not None and path.exists():
+        with contextlib.suppress(StoreError):  # spoilt meanwhile: what is held is the better copy
+            store.update(_read(path))
 
 
 def _keep(path: Path | None, store: dict[str, Any]) -> None:
