@@ -53,6 +53,8 @@ class Stream:
 
     def _read(self) -> None:
         """Take over what stands in the folder, if anything new does, and check it."""
+        if self.folder.exists() and not self.folder.is_dir():
+            raise StoreError(f"can't write to {str(self.folder)!r}: it is a file. Give a folder as out=")
         try:
             text = self.record.read_text()
         except FileNotFoundError:
