@@ -93,6 +93,20 @@ def test_the_same_order_needs_both_tasks() -> None:
     assert found(rows + other, "2. Order on S3").agrees is False
 
 
+def test_a_family_that_did_not_learn_has_no_place_in_an_order() -> None:
+    order = [("lstm", PERFECT), ("mamba", FADING), ("transformer", (1.0, 0.7, 0.6, 0.55, 0.5))]
+    learned = [row for arch, acc in order for task in ("parity", "s3") for row in behaviour(arch, task, *acc)]
+    assert found(learned, "2. Order on S3").agrees is True
+    lost = [row for row in learned if (row["arch"], row["task"]) != ("transformer", "s3")]
+    lost += behaviour("transformer", "s3", 0.4, 0.3, 0.3, 0.25, 0.25)
+    claim = found(lost, "2. Order on S3")
+    assert claim.agrees is None
+    assert "Transformer 27.5% (not learned)" in str(claim.ours)
+    dyck = behaviour("lstm", "dyck", *PERFECT) + behaviour("mamba", "dyck", 0.5, 0.4, 0.4, 0.4, 0.4)
+    assert found(dyck, "2. LSTM and GRU beat SSMs").agrees is None
+    assert found(dyck + behaviour("gru", "dyck", *FADING), "2. LSTM and GRU beat SSMs").agrees is None
+
+
 def test_profiles_are_held_against_the_word_of_the_paper() -> None:
     claim = "3. Parity: Mamba, Mamba-2, LSTM and GRU"
     late = profile("lstm", "parity", "late", 0.9)

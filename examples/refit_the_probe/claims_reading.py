@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pandas as pd
 
 from probelens.examples.refit_the_probe.claim_rules import (
@@ -56,10 +58,24 @@ def _perfect(rows: pd.DataFrame) -> list[Claim]:
     return made
 
 
-def _by_family(found: pd.DataFrame, task: str, beyond: int) -> dict[str, pd.Series]:
+def _by_family(
+    found: pd.DataFrame, task: str, beyond: int, families: Sequence[Sequence[str]]
+) -> tuple[list[list[pd.Series]], str]:
+    """Mean accuracy at longer sequences: of each family those that learned the task, and all of them in words.
+
+    The words are empty where a family wasn't run.
+    """
     part = found[(found["task"] == task) & (found["length"] > beyond)]
     mean = part.groupby("arch")[["accuracy", "lo", "hi"]].mean()
-    return {arch: mean.loc[arch] for arch in mean.index}
+    able = learned(found)
+    said = [
+        f"{NAMES[arch]} {mean.loc[arch, 'accuracy']:.1%}" + ("" if (arch, task) in able else " (not learned)")
+        for arch in mean.index
+    ]
+    rows = {str(arch): row for arch, row in mean.iterrows() if (arch, task) in able}
+    groups = [[rows[arch] for arch in some if arch in rows] for some in families]
+    whole = all(any(arch in mean.index for arch in some) for some in families)
+    return groups, ", ".join(said) if whole else ""
 
 
 def _compare(low: list[pd.Series], high: list[pd.Series]) -> bool | None:
@@ -71,12 +87,12 @@ def _compare(low: list[pd.Series], high: list[pd.Series]) -> bool | None:
 
 def _beats(rows: pd.DataFrame) -> list[Claim]:
     claim, paper = "2. LSTM and GRU beat SSMs and Transformer on Dyck", "recurrent above the others"
-    acc = _by_family(_accuracies(rows, claim, paper), "dyck", 40)
-    high, low = [acc[a] for a in RECURRENT if a in acc], [acc[a] for a in (*SSM, "transformer") if a in acc]
-    if not high or not low:
+    found = _accuracies(rows, claim, paper)
+    (low, high), said = _by_family(found, "dyck", 40, ((*SSM, "transformer"), RECURRENT))
+    if not said:
         return [Missing(claim, paper).claim]
-    said = ", ".join(f"{NAMES[a]} {r['accuracy']:.1%}" for a, r in acc.items())
-    return [Claim(claim, paper, f"mean of 60 to 120 tokens: {said}", "", _compare(low, high))]
+    agrees = _compare(low, high) if high and low else None
+    return [Claim(claim, paper, f"mean of 60 to 120 tokens: {said}", "", agrees)]
 
 
 def _order(rows: pd.DataFrame) -> list[Claim]:
@@ -85,15 +101,13 @@ def _order(rows: pd.DataFrame) -> list[Claim]:
     verdicts: list[bool | None] = []
     said = []
     for task in ("parity", "s3"):
-        acc = _by_family(found, task, 40)
-        groups = [[acc[a] for a in some if a in acc] for some in (("transformer",), SSM, RECURRENT)]
-        if not all(groups):
+        groups, words = _by_family(found, task, 40, (("transformer",), SSM, RECURRENT))
+        if not words:
             continue
-        verdicts += [_compare(groups[0], groups[1]), _compare(groups[1], groups[2])]
-        said.append(
-            f"{TITLES[task]}: " + ", ".join(f"{NAMES[a]} {r['accuracy']:.0%}" for a, r in acc.items())
-        )
-    both = every(verdicts) if len(said) == 2 else None
+        said.append(f"{TITLES[task]}: {words}")
+        for low, high in zip(groups, groups[1:]):
+            verdicts.append(_compare(low, high) if low and high else None)
+    both = None if len(said) < 2 or (None in verdicts and False not in verdicts) else every(verdicts)
     return [
         Claim(claim, paper, "; ".join(said) or "not run", "mean of 60 to 120 tokens" if said else "", both)
     ]
