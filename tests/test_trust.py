@@ -187,7 +187,7 @@ def test_collect_keeps_the_positions_asked_for_whatever_the_batch_size(
 @given(batch_size=st.integers(-3, 0) | st.just(10**12))
 def test_batch_sizes_out_of_range(batch_size: int) -> None:
     if batch_size < 1:
-        with pytest.raises(pl.InputError, match="batch size"):
+        with pytest.raises(pl.InputError, match="batch_size"):
             pl.collect(MODELS["neox"], X, [RESID], batch_size=batch_size)
     else:
         assert len(pl.collect(MODELS["neox"], X, [RESID], batch_size=batch_size)) == 4
