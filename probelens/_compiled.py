@@ -16,7 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["conv", "conv_gradients", "kernels", "scan", "scan_gradients", "suits_conv", "suits_scan"]
+__all__ = [
+    "conv",
+    "conv_gradients",
+    "kernels",
+    "scan",
+    "scan_gradients",
+    "scan_keeping",
+    "suits_conv",
+    "suits_scan",
+]
 
 # Loading the compiled loops takes a tenth of a second, compiling them seconds, once per installation.
 _FEWEST_ELEMENTS = 1 << 20
@@ -28,6 +37,7 @@ _NARROWEST, _WIDEST = 16, 256
 
 class _Kernels(NamedTuple):
     scan: Callable[..., None]
+    scan_keeping: Callable[..., None]
     scan_gradients: Callable[..., None]
     conv: Callable[..., None]
     conv_gradients: Callable[..., None]
@@ -74,6 +84,25 @@ def scan(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, first: Tensor) 
     run = _found().scan
     _by_rows(len(u), lambda start, stop: run(start, stop, _width(u, A), *arrays))
     return y, last
+
+
+def scan_keeping(
+    u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, first: Tensor, states: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `scan`, and write the state after every step.
+
+    Args:
+        u, dt, A, B, C, first: The inputs of `scan`.
+        states: Where to write, contiguous. (pos, batch, state, channel)
+
+    Returns:
+        y (batch, pos, channel) and the last state (batch, state, channel).
+    """
+    y = _zeros(u)
+    arrays = *_arrays(u, dt, A, B, C, first), y.numpy(), states.numpy()
+    run = _found().scan_keeping
+    _by_rows(len(u), lambda start, stop: run(start, stop, _width(u, A), *arrays))
+    return y, states[-1].clone()
 
 
 def scan_gradients(
@@ -185,7 +214,11 @@ def kernels() -> _Kernels | None:
         from probelens import _loops
 
         found = _Kernels(
-            _loops.run_scan, _loops.run_scan_gradients, _loops.run_conv, _loops.run_conv_gradients
+            _loops.run_scan,
+            _loops.run_scan_keeping,
+            _loops.run_scan_gradients,
+            _loops.run_conv,
+            _loops.run_conv_gradients,
         )
         _try(found)
     except Exception as err:  # a damaged cache of compiled code, say
@@ -206,6 +239,7 @@ def _try(found: _Kernels) -> None:
     x, A, B = (torch.zeros(shape).numpy() for shape in ((1, 1, 1), (1, 1), (1, 1, 1)))
     out = [torch.zeros(1, 1, 1).numpy() for _ in range(5)]
     found.scan(0, 1, 1, x, x, A, B, B, out[0], out[1])
+    found.scan_keeping(0, 1, 1, x, x, A, B, B, x, out[0], out[1][None].copy())
     found.scan_gradients(0, 1, 1, x, x, A, B, B, x, x, x, *out, A.copy())
     found.conv(0, 1, x, A, A[0], out[0])
     found.conv_gradients(0, 1, x, A, x, out[0], A.copy(), A[0].copy())

@@ -118,8 +118,8 @@ def fused_kernel(x: Tensor, A: Tensor) -> Literal["numba", "torch"]:
     """What carries out the fused scan and its gradient.
 
     "numba" are compiled loops, which come with ``pip install "probelens[fast]"``: for float32 on a CPU, from a million
-    numbers (batch * pos * d_inner * d_state) on, and only where no state is read. "torch" are PyTorch's operations,
-    always there. Both give the same numbers but for rounding.
+    numbers (batch * pos * d_inner * d_state) on; not where states are read and a gradient is wanted. "torch" are
+    PyTorch's operations, always there. Both give the same numbers but for rounding.
 
     Args:
         x: What would be written. (batch, pos, d_inner)
@@ -291,7 +291,11 @@ class _FusedScan(torch.autograd.Function):
         d_state = A.shape[0]
         ctx.keep = keep
         saving = any(ctx.needs_input_grad)
-        if not keep and _compiled.suits_scan(u, A):
+        # The gradient of states that are kept needs some of them saved besides, which only PyTorch's operations do.
+        if not (keep and saving) and _compiled.suits_scan(u, A):
+            if keep:
+                states = _pages.empty(u, (length, batch, d_state, channels))
+                return *_compiled.scan_keeping(u, dt, A, B, C, first, states), states
             y, last = _compiled.scan(u, dt, A, B, C, first)
             if saving:
                 ctx.save_for_backward(u, dt, A, B, C, first, u.new_empty(0))

@@ -103,7 +103,7 @@ class TestCompiled:
 
     def compiled_calls(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         calls: list[str] = []
-        for name in ("scan", "scan_gradients"):
+        for name in ("scan", "scan_keeping", "scan_gradients"):
             kept = getattr(_compiled, name)
             monkeypatch.setattr(
                 _compiled, name, lambda *a, kept=kept, name=name: calls.append(name) or kept(*a)
@@ -182,7 +182,9 @@ class TestCompiled:
 
         torch.testing.assert_close(twice("fused"), twice("steps"))
 
-    def test_only_where_no_state_is_read(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_not_where_states_are_read_and_a_gradient_is_wanted(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         calls = self.compiled_calls(monkeypatch)
         inputs = scan_inputs(dtype=torch.float32)
         selective_scan(*inputs, read_states=True).y.sum().backward()
@@ -193,6 +195,25 @@ class TestCompiled:
         assert calls == ["scan", "scan_gradients"]
         assert torch.equal(selective_scan(*(t.detach() for t in inputs)).y, y)
         assert calls == ["scan", "scan_gradients", "scan"]
+
+    @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+    def test_reading_states_gives_float64_s_and_changes_no_bit(
+        self, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        calls = self.compiled_calls(monkeypatch)
+        inputs = [t.detach() for t in scan_inputs(*shape, dtype=torch.float32)]
+        kept, plain = selective_scan(*inputs, read_states=True), selective_scan(*inputs)
+        assert calls == ["scan_keeping", "scan"]
+        exact = selective_scan(*(t.double() for t in inputs), read_states=True)
+        assert calls == ["scan_keeping", "scan"]
+        assert kept.states is not None
+        assert exact.states is not None
+        torch.testing.assert_close(
+            kept.states.double(), exact.states, atol=1e-6 * float(exact.states.abs().max()), rtol=0
+        )
+        assert torch.equal(kept.states[:, -1], kept.state)
+        assert torch.equal(kept.y, plain.y)
+        assert torch.equal(kept.state, plain.state)
 
     def test_a_row_and_a_suffix_alone_give_the_same_bits_as_among_others(self) -> None:
         x, dt, A, B, C, D, first = (t.detach() for t in scan_inputs(5, 12, 40, 4, dtype=torch.float32))
@@ -253,7 +274,7 @@ class TestKernels:
             "print(*(sum(loop.stats.cache_misses.values()) for loop in found))"
         )
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        assert out.split() == ["0"] * 4
+        assert out.split() == ["0"] * 5
 
     def test_none_where_compiling_is_switched_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import numba

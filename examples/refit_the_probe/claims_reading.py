@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pandas as pd
@@ -105,7 +106,7 @@ def _order(rows: pd.DataFrame) -> list[Claim]:
         if not words:
             continue
         said.append(f"{TITLES[task]}: {words}")
-        for low, high in zip(groups, groups[1:]):
+        for low, high in itertools.pairwise(groups):
             verdicts.append(_compare(low, high) if low and high else None)
     both = None if len(said) < 2 or (None in verdicts and False not in verdicts) else every(verdicts)
     return [
