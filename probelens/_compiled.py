@@ -101,7 +101,7 @@ def scan_keeping(
     y = _zeros(u)
     arrays = *_arrays(u, dt, A, B, C, first), y.numpy(), states.numpy()
     run = _found().scan_keeping
-    _by_rows(len(u), lambda start, stop: run(start, stop, _width(u, A), *arrays))
+    _by_rows(len(u), lambda start, stop: run(start, stop, *arrays))
     return y, states[-1].clone()
 
 
@@ -239,7 +239,7 @@ def _try(found: _Kernels) -> None:
     x, A, B = (torch.zeros(shape).numpy() for shape in ((1, 1, 1), (1, 1), (1, 1, 1)))
     out = [torch.zeros(1, 1, 1).numpy() for _ in range(5)]
     found.scan(0, 1, 1, x, x, A, B, B, out[0], out[1])
-    found.scan_keeping(0, 1, 1, x, x, A, B, B, x, out[0], out[1][None].copy())
+    found.scan_keeping(0, 1, x, x, A, B, B, x, out[0], out[1][None].copy())
     found.scan_gradients(0, 1, 1, x, x, A, B, B, x, x, x, *out, A.copy())
     found.conv(0, 1, x, A, A[0], out[0])
     found.conv_gradients(0, 1, x, A, x, out[0], A.copy(), A[0].copy())

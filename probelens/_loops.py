@@ -98,21 +98,16 @@ def run_scan(start, stop, width, u, dt, A, B, C, y, state):  # type: ignore[no-u
 
 
 @_compiled(fastmath=loose, nogil=True)
-def run_scan_keeping(start, stop, width, u, dt, A, B, C, first, y, states):  # type: ignore[no-untyped-def]
-    """As `run_scan`, with the state after every step, (pos, batch, state, channel)."""
+def run_scan_keeping(start, stop, u, dt, A, B, C, first, y, states):  # type: ignore[no-untyped-def]
+    """As `run_scan`, with the state after every step, (pos, batch, state, channel), written in the order of memory."""
     length, channels = u.shape[1:]
-    decays = np.empty(width, np.float32)
-    for b in range(start, stop):
-        for low in range(0, channels, width):
-            high = min(low + width, channels)
-            decay = decays[: high - low]
-            for t in range(length):
-                u_now, dt_now, y_now = u[b, t, low:high], dt[b, t, low:high], y[b, t, low:high]
-                for n in range(len(A)):
-                    before = first[b, n, low:high] if t == 0 else states[t - 1, b, n, low:high]
-                    after = states[t, b, n, low:high]
-                    step(decay, dt_now, A[n, low:high], u_now, B[b, t, n], before, after)
-                    add_scaled(y_now, after, C[b, t, n])
+    decay = np.empty(channels, np.float32)
+    for t in range(length):
+        for b in range(start, stop):
+            for n in range(len(A)):
+                before = first[b, n] if t == 0 else states[t - 1, b, n]
+                step(decay, dt[b, t], A[n], u[b, t], B[b, t, n], before, states[t, b, n])
+                add_scaled(y[b, t], states[t, b, n], C[b, t, n])
 
 
 @_compiled(fastmath=loose, nogil=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from probelens.benchmarks import growth, harness
+from probelens.benchmarks import growth, harness, table
 from probelens.benchmarks.command import _cases
 from probelens.benchmarks.table import markdown
 from probelens.cli import main
@@ -207,6 +207,15 @@ def test_the_page_says_what_operations_and_bytes_allow_at_most() -> None:
     assert "50 GFLOP and 5 GB, take 1 s" in page
     assert "at most 6.00× against peer" in page
     assert "bound:" not in markdown([{**row, "least": None}])
+
+
+def test_the_page_says_whose_runs_took_very_different_times() -> None:
+    times = {
+        harness.OURS: {"cpu": 1.2, "wall": 1.2, "cpu_min": 0.46, "cpu_max": 1.23},
+        "peer": {"cpu": 1.3, "wall": 1.3, "cpu_min": 1.2, "cpu_max": 1.4},
+        "old": {"cpu": 1.0, "wall": 1.0},
+    }
+    assert table._spread({"times": times}) == ["probelens's runs took 460 ms to 1.23 s"]
 
 
 def test_growth_is_drawn_with_every_contender_once_in_the_legend(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ CASES = [
         "mamba-step",
         "Mamba forward and backward, whole model",
         train_step,
-        {DEFAULT: 20.0, MAMBAPY: 8.0},
+        {DEFAULT: 33.0, MAMBAPY: 12.0},
         takes=(MAMBAPY,),
     ),
     Case(

@@ -127,9 +127,19 @@ def _notes(rows: list[dict[str, Any]]) -> list[str]:
             limit = row["limits"].get(key)
             parts.append(f"{key}: {value:.2g}" + ("" if limit is None else f" (allowed {limit:.2g})"))
         parts += [f"{key}: {_number(value)}" for key, value in row["facts"].items()]
-        parts += _bound(row)
+        parts += _spread(row) + _bound(row)
         out.append(f"- `{row['case']}`: " + "; ".join(parts) + ".")
     return [*out, ""]
+
+
+def _spread(row: dict[str, Any]) -> list[str]:
+    """Whose runs took very different times, so that the median alone says little."""
+    wide = {
+        name: t for name, t in row["times"].items() if t.get("cpu_max", 0) > 1.5 * t.get("cpu_min", 0) > 0
+    }
+    return [
+        f"{name}'s runs took {_seconds(t['cpu_min'])} to {_seconds(t['cpu_max'])}" for name, t in wide.items()
+    ]
 
 
 def _bound(row: dict[str, Any]) -> list[str]:
