@@ -105,7 +105,9 @@ def _tried(mixer: Any) -> bool:
     own = own[0] if isinstance(own, tuple) else own
     if own.shape != found.shape:
         return False
-    allowed = 1e-3 if weight.dtype in (torch.float32, torch.float64) else 0.1
+    # Half precision rounds, and so do kernels on a GPU, which multiply in TF32.
+    exact = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
+    allowed = 1e-3 if exact else 0.1
     return bool((found - own).abs().max() <= allowed * own.abs().max().clamp(min=1e-30))
 
 

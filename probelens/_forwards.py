@@ -15,7 +15,11 @@ from probelens.errors import InputError
 __all__ = ["makeup", "refuse_replaced_forward", "replaced_forward", "swapped_forward"]
 
 # Forwards that stand in for a module's own, to tell them from a user's.
-_SWAPPED: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+_SWAPPED: weakref.WeakValueDictionary[int, Callable[..., Any]] = weakref.WeakValueDictionary()
+
+
+def _is_swapped(forward: Any) -> bool:
+    return _SWAPPED.get(id(forward)) is forward
 
 
 def replaced_forward(
@@ -38,7 +42,7 @@ def replaced_forward(
     for name in methods:
         patched = module.__dict__.get(name)
         wraps = hasattr(module, "_hf_hook") or type(patched).__module__.split(".")[0] == "nnsight"
-        if patched is not None and patched not in _SWAPPED and not wraps:
+        if patched is not None and not _is_swapped(patched) and not wraps:
             return f"its attribute {name!r} was set"
         home = next((kind for kind in kinds if name in vars(kind)), None)
         if not known or home is None:
@@ -66,7 +70,7 @@ def makeup(module: nn.Module) -> tuple[Any, ...]:
             id(each),
             type(each),
             type(each).forward,
-            *(v for k, v in vars(each).items() if k[0] != "_" and callable(v) and v not in _SWAPPED),
+            *(v for k, v in vars(each).items() if k[0] != "_" and callable(v) and not _is_swapped(v)),
         )
         for each in module.modules()
     )
@@ -112,7 +116,7 @@ def swapped_forward(
     """
     if reads_weights:
         forward = with_weights(module, forward)
-    _SWAPPED.add(forward)
+    _SWAPPED[id(forward)] = forward
     missing = object()
     before = module.__dict__.get("forward", missing)
     module.__dict__["forward"] = forward

@@ -61,8 +61,8 @@ def selective_scan(
 
     The fused method never holds more than about sqrt(pos) states, in forward and in backward: backward
     starts from saved states and recomputes the ones between (a backward with ``create_graph`` holds all).
-    Where numba is installed, large inputs on a CPU go through compiled loops, which take a quarter of the time
-    (`fused_kernel`).
+    Where numba is installed, large inputs on a CPU go through compiled loops (`fused_kernel`), which take half the
+    time, with the gradient less than a third.
     The method "steps" is the same recurrence in plain autograd operations, one step after the other, for
     functorch transforms; it holds every state.
 

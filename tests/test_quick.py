@@ -12,6 +12,7 @@ import zoo
 from torch import Tensor, nn
 
 import probelens as pl
+from probelens._forwards import makeup
 from probelens._quick import quick
 from probelens.adapter import replaced_forward
 from probelens.adapters import _mamba
@@ -267,3 +268,20 @@ def test_what_was_tried_is_tried_again_when_something_in_the_model_is_exchanged(
     if exchange is patched_class or ignored:
         with pytest.raises(pl.InputError, match="from a reference forward"):
             model.run_with_cache(clean, inside)
+
+
+def test_attributes_that_cannot_be_hashed_are_no_obstacle() -> None:
+    class Odd:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self) -> None:
+            return None
+
+    model = pl.wrap(zoo.build("mamba"))
+    before = makeup(model.module)
+    model.module.backbone.layers[0].mixer.extra = Odd()
+    assert makeup(model.module) != before
+    assert makeup(model.module) == makeup(model.module)
+    x = zoo.tokens()
+    model.run_with_cache(x, "blocks.0.mixer.hook_ssm_state")
+    assert torch.isfinite(pl.collect(model, x, SITE)[SITE]).all()
