@@ -208,7 +208,7 @@ def report(config: Config, record: RunRecord) -> Path:
         probelens.StoreError: No model of the run is finished, or its results can't be read.
     """
     from probelens.examples.quickstart_report import write
-    from probelens.results import atomic_path
+    from probelens.files import write_rows
 
     store = Store(config.out)
     finished = [key for key in record.cells if store.done(key)]
@@ -216,7 +216,6 @@ def report(config: Config, record: RunRecord) -> Path:
         raise pl.StoreError(
             f"no model in {config.out!r} is finished, so there is nothing to report. Run it first."
         )
-    with atomic_path(store.folder / "rows.parquet") as part:
-        store.all_rows(finished).to_parquet(part, index=False)
+    write_rows(store.folder / "rows.parquet", store.all_rows(finished))
     cells = [(store.config(key), store.cell(key)) for key in finished]
     return write(store, cells, config, record.versions)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from probelens._settings import arguments
 from probelens.errors import InputError, MetricError, StoreError
 from probelens.experiments.record import RunRecord, versions
-from probelens.results import atomic_path
+from probelens.files import write_rows
 
 if TYPE_CHECKING:
     from probelens.model import HookedModel
@@ -159,8 +159,7 @@ def report_again(folder: Path) -> Path:
     if not (folder / FILE).is_file():
         raise StoreError(f"the profile in {str(folder)!r} is not finished. Run `probelens profile` again.")
     found = Profile.load(folder / FILE)
-    with atomic_path(folder / "rows.parquet") as part:
-        pd.DataFrame(rows(found)).to_parquet(part, index=False)
+    write_rows(folder / "rows.parquet", pd.DataFrame(rows(found)))
     return write(folder / "report.html", found, record)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError, StoreError
-from probelens.results import atomic_path
+from probelens.files import atomic_path
 
 __all__ = ["RECORD", "Stream", "need_storable"]
 

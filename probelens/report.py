@@ -17,7 +17,7 @@ from probelens import _report_html as parts
 from probelens import _report_page as page
 from probelens._report_texts import TERMS
 from probelens.errors import InputError
-from probelens.results import atomic_path
+from probelens.files import atomic_path
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -1,7 +1,7 @@
 """The one store for results: a frozen dataclass to and from a single safetensors file.
 
 Tensors become the file's tensors, everything else its JSON header. Reading such a file
-executes nothing, so a result from a stranger is safe to open.
+executes nothing, so a result from a stranger is safe to open; a checksum tells when it was changed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import dataclasses
 import json
 import math
 import os
-import tempfile
 import typing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,88 +19,17 @@ from torch import Tensor
 
 from probelens._types import fits, said
 from probelens.errors import StoreError
+from probelens.files import read_tensors, write_tensors
 
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
-__all__ = ["Result", "atomic_path", "write_tensors"]
+__all__ = ["Result"]
 
 _KEY = "probelens"
 _SEP = "\x1f"
 _R = TypeVar("_R", bound="Result")
-
-
-@contextlib.contextmanager
-def atomic_path(path: str | os.PathLike[str]) -> Any:
-    """A temporary path beside ``path`` that takes its place only when the block ends well.
-
-    Args:
-        path: Where the finished file goes. Missing parent folders are made.
-
-    Yields:
-        The path to write to. It is removed when the block raises.
-
-    Raises:
-        StoreError: The folder can't be written.
-
-    Examples:
-        >>> import tempfile, os
-        >>> folder = tempfile.mkdtemp()
-        >>> with atomic_path(os.path.join(folder, "a.txt")) as part:
-        ...     _ = part.write_text("whole")
-        >>> os.listdir(folder)
-        ['a.txt']
-    """
-    target = Path(path)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
-    except OSError as err:
-        raise StoreError(f"can't write {str(target)!r}: {err}. Choose a folder that can be written.") from err
-    os.close(handle)
-    part = Path(name)
-    try:
-        yield part
-        with part.open("rb") as written:
-            os.fsync(written.fileno())
-        # mkstemp makes a private file; a result should have the permissions of any new file.
-        mask = os.umask(0)
-        os.umask(mask)
-        part.chmod(0o666 & ~mask)
-        os.replace(part, target)
-    except OSError as err:
-        if isinstance(err, StoreError):
-            raise
-        raise StoreError(f"can't write {str(target)!r}: {err}. Nothing was changed there.") from err
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def write_tensors(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict[str, str]) -> Path:
-    """Write one safetensors file, whole or not at all.
-
-    Args:
-        path: The file; missing folders are made.
-        tensors: By name, of any shape.
-        header: Metadata, strings only.
-
-    Returns:
-        The path written.
-
-    Raises:
-        StoreError: The folder can't be written, or the disk is full.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    with atomic_path(path) as part:
-        try:
-            save_file(tensors, part, metadata=header)
-        except SafetensorError as err:
-            # safetensors wraps what the system says, such as a full disk, in an error of its own.
-            raise OSError(str(err)) from err
-    return Path(path)
 
 
 class Result:
@@ -161,22 +89,16 @@ class Result:
             An equal result, its tensors on the CPU.
 
         Raises:
-            StoreError: The file is missing, truncated, of another program or another class.
+            StoreError: The file is missing, truncated, changed, of another program or another class.
         """
-        from safetensors import SafetensorError, safe_open
-
         try:
-            with safe_open(path, framework="pt") as file:
-                header = (file.metadata() or {}).get(_KEY)
-                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        except FileNotFoundError as err:
-            raise StoreError(f"can't read {str(path)!r} as a {cls.__name__}: {err}") from err
-        except (OSError, SafetensorError, ValueError) as err:
-            why = "it is a folder, not a file written by save()" if os.path.isdir(path) else err
+            tensors, metadata = read_tensors(path)
+        except StoreError as err:
+            again = " If it belongs to a run, remove that cell's folder and give the same command again."
             raise StoreError(
-                f"can't read {str(path)!r} as a {cls.__name__}: {why}. If it belongs to a run, remove that "
-                "cell's folder and give the same command again."
+                f"no {cls.__name__} there: {err}. Give a file written by {cls.__name__}.save().{again if os.path.exists(path) else ''}"
             ) from err
+        header = metadata.get(_KEY)
         if header is None:
             raise StoreError(
                 f"{str(path)!r} is a safetensors file but not a probelens result. "

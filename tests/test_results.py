@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 import zoo
@@ -27,8 +28,9 @@ from torch import Tensor
 
 import probelens as pl
 from probelens.erasure import Eraser
+from probelens.files import atomic_path, read_rows, read_tensors, write_rows, write_tensors
 from probelens.permutation import sign_flip
-from probelens.results import Result, atomic_path
+from probelens.results import Result
 from probelens.stats import Interval, hierarchical_bootstrap
 from probelens.verify import VerifyReport
 
@@ -448,12 +450,13 @@ def test_a_file_cut_anywhere_is_an_error(tmp_path: Path) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(where=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255), much=st.integers(1, 8))
-def test_flipped_bytes_are_an_error_or_only_other_numbers(
+def test_overwritten_bytes_are_an_error(
     tmp_path_factory: pytest.TempPathFactory, where: float, byte: int, much: int
 ) -> None:
     path = tmp_path_factory.mktemp("flip") / "r"
     interval().save(path)
-    content = bytearray(path.read_bytes())
+    whole = path.read_bytes()
+    content = bytearray(whole)
     at = int(where * len(content))
     content[at : at + much] = bytes([byte]) * len(content[at : at + much])
     path.write_bytes(bytes(content))
@@ -461,8 +464,9 @@ def test_flipped_bytes_are_an_error_or_only_other_numbers(
         found = Interval.load(path)
     except pl.StoreError:
         return
-    assert isinstance(found.estimate, Tensor)
-    assert isinstance(found.level, (int, float))
+    # Where the name of the checksum itself is hit, the file is one without, and its numbers are whole.
+    assert b"probelens.crc32" not in content or content == whole
+    assert torch.equal(found.estimate, interval().estimate)
 
 
 @pytest.mark.parametrize(
@@ -635,3 +639,38 @@ def test_a_result_prints_in_a_line_and_says_its_shapes() -> None:
     assert "tensor(50, 60)" in text
     assert "<list of 30>" in text
     assert len(text) < 400
+
+
+def test_a_changed_number_in_a_file_of_tensors_is_an_error_and_a_file_without_a_checksum_is_read(
+    tmp_path: Path,
+) -> None:
+    path = write_tensors(tmp_path / "t", {"x": torch.arange(4.0), "n": torch.tensor(True)}, {"by": "me"})
+    tensors, header = read_tensors(path)
+    assert tensors["x"].tolist() == [0, 1, 2, 3]
+    assert tensors["n"].item() is True
+    assert header == {"by": "me"}
+    whole = path.read_bytes()
+    changed = whole.replace(
+        torch.arange(4.0).numpy().tobytes(), torch.tensor([0, 1, 2, 3.5]).numpy().tobytes()
+    )
+    for other in (changed, whole.replace(b'"by":"me"', b'"by":"us"')):
+        assert other != whole
+        path.write_bytes(other)
+        with pytest.raises(pl.StoreError, match="checksum differs. Bring the file back"):
+            read_tensors(path)
+    save_file({"x": torch.ones(2)}, path)
+    assert read_tensors(path)[0]["x"].tolist() == [1, 1]
+
+
+def test_a_changed_number_in_a_file_of_rows_is_an_error(tmp_path: Path) -> None:
+    rows = pd.DataFrame({"value": [0.125, 0.25, 0.5], "word": ["a", "b", "c"]})
+    path = write_rows(tmp_path / "rows.parquet", rows, compression="none")
+    pd.testing.assert_frame_equal(read_rows(path), rows)
+    whole = path.read_bytes()
+    numbers = rows["value"].to_numpy().tobytes()
+    assert numbers in whole
+    path.write_bytes(whole.replace(numbers, (rows["value"] + 1).to_numpy().tobytes()))
+    with pytest.raises(pl.StoreError, match="rows.parquet"):
+        read_rows(path)
+    rows.to_parquet(path, index=False)
+    pd.testing.assert_frame_equal(read_rows(path), rows)

@@ -11,10 +11,16 @@ import pandas as pd
 
 from probelens.examples.refit_the_probe.claims import claims
 from probelens.examples.refit_the_probe.figures import FIGURES, main_cells, named, of_kind
-from probelens.examples.refit_the_probe.running import claims_table, fill, merged, write_claims
+from probelens.examples.refit_the_probe.running import (
+    claims_table,
+    fill,
+    merged,
+    write_claims,
+    write_pictures,
+)
 from probelens.examples.refit_the_probe.setup import LABELS, NAMES, TASKS, TITLES
+from probelens.files import atomic_path, write_rows
 from probelens.report import Chart, Section, Table, write_report
-from probelens.results import atomic_path
 
 __all__ = ["main", "slim", "write"]
 
@@ -137,16 +143,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Rounded first, so that the tables of a page are those of the rows that stand beside it.
     rows = slim(merged(args.rows, CELL))
     if args.data is not None:
-        with atomic_path(args.data) as part:
-            rows.to_parquet(part, index=False, compression="zstd")
+        write_rows(args.data, rows, compression="zstd")
     if args.figures is not None:
-        args.figures.mkdir(parents=True, exist_ok=True)
-        for name in FIGURES:
-            if (figure := FIGURES[name][0](rows)) is not None:
-                with atomic_path(args.figures / f"{name}.svg") as part:
-                    figure.update_layout(paper_bgcolor="white", plot_bgcolor="white").write_image(
-                        part, format="svg"
-                    )
+        write_pictures({name: FIGURES[name][0](rows) for name in FIGURES}, args.figures)
     if args.page is not None:
         text = filled(args.page.read_text(encoding="utf-8"), rows)
         with atomic_path(args.page) as part:

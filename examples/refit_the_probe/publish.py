@@ -16,8 +16,8 @@ import pandas as pd
 
 from probelens.examples.refit_the_probe import code_depth_report, pretrained_report
 from probelens.examples.refit_the_probe.formal_report import slim
-from probelens.examples.refit_the_probe.running import claims_table, each, fill, merged
-from probelens.results import atomic_path
+from probelens.examples.refit_the_probe.running import claims_table, each, fill, merged, write_pictures
+from probelens.files import atomic_path, read_rows, write_rows
 
 __all__ = ["code_table", "filled", "layers_table", "main", "sites_table"]
 
@@ -140,23 +140,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--page", type=Path, help="a Markdown page whose tables to write again")
     args = parser.parse_args(argv)
-    code = is_code(pd.read_parquet(args.rows[0])) if args.rows[0].is_file() else False
+    code = is_code(read_rows(args.rows[0])) if args.rows[0].is_file() else False
     rows = merged(args.rows, ("model", "seed") if code else ("model", "task", "train_seed"))
     if args.data is not None:
-        with atomic_path(args.data) as part:
-            slim(rows).to_parquet(part, index=False, compression="zstd")
+        write_rows(args.data, slim(rows), compression="zstd")
     if args.figures is not None:
-        args.figures.mkdir(parents=True, exist_ok=True)
         drawn = (
             {"code-depth": code_depth_report.profiles(rows)}
             if is_code(rows)
             else {f"pretrained-{chart.name}": chart.figure for chart in pretrained_report.figures(rows)}
         )
-        for name, figure in drawn.items():
-            with atomic_path(args.figures / f"{name}.svg") as part:
-                figure.update_layout(paper_bgcolor="white", plot_bgcolor="white").write_image(
-                    part, format="svg"
-                )
+        write_pictures(drawn, args.figures)
     if args.page is not None:
         text = filled(args.page.read_text(encoding="utf-8"), rows)
         with atomic_path(args.page) as part:

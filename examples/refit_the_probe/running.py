@@ -14,10 +14,11 @@ import torch
 
 import probelens as pl
 from probelens.experiments import RunRecord, Store, cell_key, run_grid, versions
-from probelens.results import atomic_path
+from probelens.files import atomic_path, read_rows, write_rows
 
 if TYPE_CHECKING:
     import pandas as pd
+    import plotly.graph_objects as go
 
     from probelens.experiments.grid import RunCell
     from probelens.report import Claim
@@ -124,8 +125,7 @@ def finished_rows(out: str) -> pd.DataFrame:
     if not store.keys():
         raise pl.StoreError(f"no model in {out!r} is finished, so there is nothing to report. Run it first.")
     rows = store.all_rows()
-    with atomic_path(store.folder / "rows.parquet") as part:
-        rows.to_parquet(part, index=False)
+    write_rows(store.folder / "rows.parquet", rows)
     return rows
 
 
@@ -137,7 +137,7 @@ def merged(paths: Sequence[Path], by: Sequence[str]) -> pd.DataFrame:
         by: The columns that tell one model from another.
 
     Raises:
-        probelens.StoreError: A file isn't there, or lacks one of the columns.
+        probelens.StoreError: A file isn't there, is damaged, or lacks one of the columns.
     """
     import pandas as pd
 
@@ -145,7 +145,7 @@ def merged(paths: Sequence[Path], by: Sequence[str]) -> pd.DataFrame:
     for path in paths:
         if not path.is_file():
             raise pl.StoreError(f"no rows at {str(path)!r}: give the rows.parquet of a run folder")
-        rows = pd.read_parquet(path)
+        rows = read_rows(path)
         if lacking := [column for column in by if column not in rows]:
             raise pl.StoreError(
                 f"{str(path)!r} lacks the columns {', '.join(lacking)}: it isn't a run of this recipe"
@@ -202,8 +202,18 @@ def write_claims(claims: Sequence[Claim], folder: Path) -> None:
     import pandas as pd
 
     rows = [{**{k: str(v) for k, v in vars(claim).items()}, "agrees": claim.agrees} for claim in claims]
-    with atomic_path(folder / "claims.parquet") as part:
-        pd.DataFrame(rows).astype({"agrees": "boolean"}).to_parquet(part, index=False)
+    write_rows(folder / "claims.parquet", pd.DataFrame(rows).astype({"agrees": "boolean"}))
+
+
+def write_pictures(figures: Mapping[str, go.Figure | None], folder: Path) -> None:
+    """Write an SVG of each figure, on white; needs kaleido and a Chrome."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, figure in figures.items():
+        if figure is not None:
+            with atomic_path(folder / f"{name}.svg") as part:
+                figure.update_layout(paper_bgcolor="white", plot_bgcolor="white").write_image(
+                    part, format="svg"
+                )
 
 
 def claims_table(claims: Sequence[Claim]) -> str:

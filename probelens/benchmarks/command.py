@@ -247,7 +247,7 @@ def _keep(path: Path | None, store: dict[str, Any]) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    from probelens.results import atomic_path
+    from probelens.files import atomic_path
 
     with atomic_path(path) as part:
         part.write_text(text)

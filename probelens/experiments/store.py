@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import probelens
 from probelens.errors import InputError, StoreError
-from probelens.results import atomic_path
+from probelens.files import atomic_path, read_rows, write_rows
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -123,8 +123,7 @@ class Store:
         with atomic_path(folder / "config.json") as part:
             part.write_text(json.dumps(dict(config), indent=2, sort_keys=True, allow_nan=False))
         try:
-            with atomic_path(folder / "rows.parquet") as part:
-                pd.DataFrame(rows).to_parquet(part, index=False)
+            write_rows(folder / "rows.parquet", pd.DataFrame(rows))
         except (pa.ArrowInvalid, pa.ArrowTypeError) as err:
             raise InputError(
                 f"the rows of a cell can't be a table: {'; '.join(map(str, err.args))}. Give each column values of "
@@ -167,18 +166,13 @@ class Store:
         Raises:
             StoreError: The cell isn't complete, or its file is damaged.
         """
-        import pandas as pd
-
         path = self.cell(key) / "rows.parquet"
         if not path.is_file():
             raise StoreError(f"cell {key} in {str(self.folder)!r} is not complete. Run the grid again.")
         try:
-            return pd.read_parquet(path)
-        except Exception as err:
-            # pyarrow raises errors of many kinds on a damaged file.
-            raise StoreError(
-                f"{str(path)!r} can't be read: {err}. Remove it and run the grid again."
-            ) from err
+            return read_rows(path)
+        except StoreError as err:
+            raise StoreError(f"{err}. Remove it and run the grid again.") from err
 
     def keys(self) -> list[str]:
         """Complete cells, sorted."""

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from probelens.errors import InputError, StoreError
+from probelens.files import read_tensors, write_tensors
 from probelens.models.build import build, config_of, construct
 from probelens.models.config import FormalConfig
-from probelens.results import write_tensors
 
 __all__ = ["is_checkpoint", "load", "save"]
 
@@ -72,11 +72,8 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device | None = No
         The model, in eval mode, its weights equal to the saved ones bit for bit.
 
     Raises:
-        StoreError: The file is missing, truncated, of another program, or does not fit its config.
+        StoreError: The file is missing, truncated, changed, of another program, or does not fit its config.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     file = _file(path)
     header = _header(file)
     if header is None:
@@ -89,13 +86,13 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device | None = No
         fields = json.loads(header)["config"]
         _check_sizes(fields, file)
         model = build(FormalConfig.from_dict(fields))
-        weights, own = load_file(file), model.state_dict()
+        weights, own = read_tensors(file)[0], model.state_dict()
         whole = [key for key in own if key in weights and not weights[key].is_floating_point()]
         if any(own[key].is_floating_point() for key in whole):
             # torch would turn integers into weights without a word.
             raise ValueError(f"{whole[0]!r} holds {weights[whole[0]].dtype}")
         model.load_state_dict(weights)
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, SafetensorError) as err:
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as err:
         raise StoreError(f"{str(file)!r} does not fit the model it describes: {err}") from err
     return model if device is None else model.to(device)
 
