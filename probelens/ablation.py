@@ -44,7 +44,8 @@ class AblationResult(Result):
             it is measured from), effect_p (share of its draws that cost as much, the subspace
             counted among them), damage_random, damage_random_matched, damage_pca (means over the
             draws), control_overlap (share of the subspace that the matched controls share),
-            control_problem (why there are none, or None), verdict, and of the refit: probe_accuracy, refit_accuracy, refit_mlp_accuracy,
+            control_problem (why there are none, or None), verdict, and of the refit: probe_accuracy, refit_accuracy, refit_gap (the
+            one less the other) with refit_gap_lo and refit_gap_hi (paired, over test groups), refit_mlp_accuracy,
             refit_position_accuracy (a probe at each position), majority, position_baseline,
             baseline (the larger of the two), readable_before, readable_after (whether any probe reads
             the label), probe_position_accuracy, probe_mlp_accuracy (before; None where not needed).

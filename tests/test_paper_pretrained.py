@@ -309,7 +309,8 @@ def test_claims_follow_their_rules() -> None:
     )
     assert as_in_the_paper["8."] is True
     assert as_in_the_paper["9."] is None, "an interval that holds 0.2 % says nothing"
-    assert as_in_the_paper["C."] is True
+    assert as_in_the_paper["C."] is None, "where nothing costs anything no layer costs most"
+    assert verdicts(cell("pythia", "transformer", [0.0, 0.1, 0.8, 0.1, 0.2]))["C."] is True
     assert as_in_the_paper["A."] is True
     other = verdicts(
         cell("pythia", "transformer", [0.0, 0.1, 0.2, 0.1, 0.4]),

@@ -393,6 +393,11 @@ def test_refit_accuracy_says_what_is_left_and_in_which_form() -> None:
     assert abs(row["baseline"] - 0.5) < 0.05
     assert float(by_position.mean()) == pytest.approx(row["refit_accuracy"], abs=1e-5)
     assert row["refit_n_test"] == len(split_by_group(torch.arange(N)).test) * T
+    assert row["refit_gap"] == pytest.approx(row["probe_accuracy"] - row["refit_accuracy"])
+    assert 0.3 < row["refit_gap_lo"] < row["refit_gap"] < row["refit_gap_hi"] < 0.6
+    pairs, _ = refit_accuracy(x, removed, y, mask, torch.arange(N) // 2, mlp=False)
+    assert pairs["refit_gap"] == pytest.approx(pairs["probe_accuracy"] - pairs["refit_accuracy"])
     same, _ = refit_accuracy(x, x, y, mask, torch.arange(N), mlp=False)
+    assert (same["refit_gap_lo"], same["refit_gap_hi"]) == (0, 0), "paired: two equal probes differ nowhere"
     assert same["refit_accuracy"] == same["probe_accuracy"]
     assert same["refit_mlp_accuracy"] is None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from probelens import plots
+from probelens.examples.refit_the_probe.claim_rules import fits
 from probelens.examples.refit_the_probe.running import best, each, write_claims
 from probelens.report import Chart, Claim, Section, Table, write_report
 
@@ -27,8 +28,7 @@ LEAD = (
 def claims(rows: pd.DataFrame) -> list[Claim]:
     """The paper's claim about code beside what the rows say, for each model and label.
 
-    Dyck's side is: a Transformer reads depth at once, a state space model layer by layer. A verdict that the intervals
-    leave open says nothing.
+    Dyck's side is: a Transformer reads depth at once, a state space model layer by layer.
     """
     made = []
     found = (
@@ -45,7 +45,7 @@ def claims(rows: pd.DataFrame) -> list[Claim]:
             f"11. {SAYS[row.label].capitalize()} in {row.model}", f"as on Dyck: {expected}",
             f"{row.verdict}; best L{int(top['layer'])} {top['balanced_accuracy']:.1%}, embedding "
             f"{best(part[part['layer'] == -1], 'balanced_accuracy')['balanced_accuracy']:.1%}, untrained at best {part['untrained_balanced'].max():.1%}, guess {row.baseline:.1%}",
-            interval, row.verdict == expected if known else None,
+            interval, fits(row, expected),
         ))  # fmt: skip
     return made
 

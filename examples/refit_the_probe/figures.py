@@ -10,14 +10,16 @@ import pandas as pd
 
 from probelens import plots
 from probelens.examples.refit_the_probe.setup import ARCHS, LABELS, NAMES, TASKS, TITLES
+from probelens.examples.refit_the_probe.speaking import of_learned, speaking
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["FIGURES", "main_cells", "named", "of_kind", "over_seeds"]
+__all__ = ["CELL", "FIGURES", "main_cells", "named", "of_kind", "over_seeds"]
 
 WHAT = {"direction": "best direction", "rows": "all probe rows", "leace": "LEACE", "inlp": "INLP"}
-COLUMNS = {"span", "control", "label", "layer", "length", "what", "lo", "hi", "accuracy", "drop"}
+COLUMNS = {"span", "control", "label", "layer", "length", "what", "lo", "hi", "accuracy", "drop", "floor"}
+CELL = ("arch", "task", "train_seed", "embedding_std", "convolution")
 LAST = 3  # the block whose output feeds the readout: ablating it must hurt
 
 
@@ -42,8 +44,8 @@ def of_kind(rows: pd.DataFrame, kind: str) -> pd.DataFrame:
 
 
 def main_cells(rows: pd.DataFrame, kind: str) -> pd.DataFrame:
-    """Rows of one kind from the cells of the paper: usual embedding, with convolution."""
-    found = of_kind(rows, kind)
+    """Rows of one kind from the cells of the paper: usual embedding, with convolution, and the task learned."""
+    found = of_kind(speaking(rows, CELL), kind)
     return found[(found["embedding_std"] == 0.02) & found["convolution"].astype(bool)]
 
 
@@ -59,11 +61,8 @@ def over_seeds(rows: pd.DataFrame, by: list[str], value: str) -> pd.DataFrame:
         if len(part) > 1:
             found = hierarchical_bootstrap([[v] for v in part[value].astype(float)], scale=scale)
             row |= {value: float(found.estimate), "lo": float(found.low), "hi": float(found.high)}
-            row |= {
-                k: part[k].astype(float).mean()
-                for k in ("untrained", "refit_accuracy", "baseline")
-                if k in part
-            }
+            others = ("untrained", "refit_accuracy", "probe_accuracy", "baseline", "majority")
+            row |= {k: part[k].astype(float).mean() for k in others if k in part and k != value}
         made.append(row)
     return pd.DataFrame(made)
 
@@ -74,6 +73,7 @@ def behaviour(rows: pd.DataFrame) -> go.Figure | None:
     found = found[found["span"] == "all"]
     if found.empty:
         return None
+    found = of_learned(found)
     table = over_seeds(found, ["model", "task", "length"], "accuracy")
     table["task"] = table["task"].map(TITLES)
     return plots.length_curve(table.astype({"length": int}), color="model", facet="task", train_length=40)
@@ -142,18 +142,23 @@ def _of_task(rows: pd.DataFrame, task: str) -> pd.DataFrame:
 
 
 def transfer(rows: pd.DataFrame) -> go.Figure | None:
-    """Damage by the frozen best direction and by frozen LEACE at the layer where it is largest, by length."""
+    """Damage by the frozen best direction and by frozen LEACE at the layer where it is largest, by length.
+
+    Beyond the trained length only positions count that training never saw, and only of models that answer better than
+    a guess there.
+    """
     found = main_cells(rows, "length")
-    found = found[(found["span"] == "all") & (found["layer"] >= 0) & (found["layer"] < LAST)]
+    found = found[(found["layer"] >= 0) & (found["layer"] < LAST)]
     if found.empty:
         return None
-    worst = found[found["length"] == found["length"].min()].sort_values("drop", ascending=False)
-    worst = worst.drop_duplicates(["cell", "model", "what", "train_seed"])[
-        ["cell", "model", "what", "train_seed", "layer"]
-    ]
-    table = over_seeds(found.merge(worst), ["cell", "model", "what", "length"], "drop").astype(
-        {"length": int}
-    )
+    trained = found["length"].min()
+    first = found[(found["length"] == trained) & (found["span"] == "all")]
+    beyond = found[(found["length"] > trained) & (found["span"] == "beyond") & ~found["floor"].astype(bool)]
+    at = over_seeds(first, ["cell", "model", "what", "layer"], "drop").sort_values("drop", ascending=False)
+    worst = at.drop_duplicates(["cell", "model", "what"])[["cell", "model", "what", "layer"]]
+    table = over_seeds(
+        pd.concat([first, beyond]).merge(worst), ["cell", "model", "what", "length"], "drop"
+    ).astype({"length": int})
     table = table.assign(cell=table["cell"] + ", " + table["what"].map(WHAT))
     table = table.sort_values(["_task", "cell", "_arch", "length"], kind="stable")
     return plots.length_curve(
@@ -190,7 +195,7 @@ FIGURES: dict[str, tuple[Callable[[pd.DataFrame], go.Figure | None], str]] = {
     },
     "transfer": (
         transfer,
-        "Largest drop over inner layers when the best direction or LEACE, fitted at 40 tokens, is taken out of longer "
-        "sequences.",
+        "Drop at the inner layer where it is largest, when the best direction or LEACE, fitted at 40 tokens, is taken out of "
+        "longer sequences: at their positions beyond the 40th, where the model still answers better than a guess.",
     ),
 }

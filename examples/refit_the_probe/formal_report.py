@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from probelens.examples.refit_the_probe.claims import claims
-from probelens.examples.refit_the_probe.figures import FIGURES, main_cells, named, of_kind
+from probelens.examples.refit_the_probe.figures import CELL, FIGURES, main_cells, named, of_kind
 from probelens.examples.refit_the_probe.running import (
     claims_table,
     fill,
@@ -24,7 +24,6 @@ from probelens.report import Chart, Section, Table, write_report
 
 __all__ = ["main", "slim", "write"]
 
-CELL = ("arch", "task", "train_seed", "embedding_std", "convolution")
 LEAD = (
     "Small models of five architectures, trained on four tasks whose answer is a running state: where along the layers "
     "the state becomes readable, what it costs to take it out, whether a probe fitted again still finds it, and what "
@@ -155,7 +154,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 def filled(page: str, rows: pd.DataFrame) -> str:
     """A page with its tables written again."""
     return fill(
-        page, {"claims": claims_table(claims(rows)), "cells": cells_table(rows), "sites": sites_table(rows)}
+        page,
+        {
+            "claims": claims_table(claims(rows)),
+            "cells": cells_table(rows),
+            "controls": controls_table(rows),
+            "sites": sites_table(rows),
+        },
     )
 
 
@@ -190,6 +195,26 @@ def cells_table(rows: pd.DataFrame) -> str:
             f"| {name} | {seed:.0f} | {steps} | {training['cpu_seconds']:.0f} | {said} | {'; '.join(read)} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def controls_table(rows: pd.DataFrame) -> str:
+    """What a probe's accuracy has to be compared with: guesses, control task, codelength."""
+    found = main_cells(rows, "probe")
+    found = found[(found["control"] == "task") & (found["span"] == "all")]
+    lines = [
+        "| model, label | majority | position | last 4 tokens | selectivity at embedding, blocks 0 to 3 | compression |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (model, task, label), part in found.groupby(["model", "task", "label"], sort=False):
+        if label not in LABELS[str(task)]:
+            continue
+        one = part.groupby("layer")[["majority", "position", "last_w", "selectivity", "compression"]].mean()
+        guesses = " | ".join(f"{one[name].mean():.2f}" for name in ("majority", "position", "last_w"))
+        bits = " ".join(f"{v:.1f}" for v in one["compression"])
+        lines.append(
+            f"| {model} {part['cell'].iloc[0]} | {guesses} | {' '.join(f'{v:.2f}' for v in one['selectivity'])} | {bits} |"
+        )
+    return "\n".join(lines) + "\n" if len(lines) > 2 else ""
 
 
 def sites_table(rows: pd.DataFrame) -> str:

@@ -6,14 +6,21 @@ that of at least one says otherwise, None where no cell can say. Only cells that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from probelens import plots
-from probelens.examples.refit_the_probe.claims_using import INLP, inlp_claim
+from probelens.examples.refit_the_probe.claim_rules import every
+from probelens.examples.refit_the_probe.claims_using import (
+    INLP,
+    inlp_claim,
+    readable,
+    refit_claim,
+    with_known,
+)
 from probelens.examples.refit_the_probe.running import best, each, write_claims
 from probelens.examples.refit_the_probe.setup import LABELS, TITLES
 from probelens.report import Chart, Claim, Section, Table, write_report
@@ -23,7 +30,6 @@ __all__ = ["claims", "figures", "layers", "write"]
 WHAT = {"direction": "best direction", "rows": "all probe rows", "leace": "LEACE", "inlp": "INLP"}
 LEARNED = 0.9
 INERT = 0.002  # the paper's "no more than 0.2 %"
-MARGIN = 0.02  # a refitted probe within this of the one before has recovered
 LEAD = (
     "Pretrained language models, fine-tuned on tasks whose answer is a running state: where the state is readable before "
     "and after, what it costs to take one direction or all of it out, whether a probe fitted again still finds it, and "
@@ -76,6 +82,7 @@ def layers(rows: pd.DataFrame) -> pd.DataFrame:
             "n_layers": cut["n_layers"].iloc[0], "readable_layer": int(top["layer"]), "accuracy": top["accuracy"],
             "accuracy_lo": top["lo"], "accuracy_hi": top["hi"],
             "as_readable": int((read["accuracy"] >= top["lo"]).sum()), "damaging_layer": int(worst["layer"]),
+            "drop_as_readable_hi": cut[cut["layer"].isin(read[read["accuracy"] >= top["lo"]]["layer"])]["hi"].max(),
             "drop": worst["drop"], "drop_lo": worst["lo"], "drop_hi": worst["hi"], "drop_at_readable": there["drop"],
             "drop_at_readable_lo": there["lo"], "drop_at_readable_hi": there["hi"],
         })  # fmt: skip
@@ -94,11 +101,6 @@ def claims(rows: pd.DataFrame) -> list[Claim]:
     heard = speaking(rows)
     at = layers(heard) if "ablation" in set(heard["kind"]) else pd.DataFrame()
     return [*_dyck(at), *_inert(heard), *_patching(heard), *_refit(heard), *_inlp(heard), *_apart(at)]
-
-
-def _all(verdicts: Iterable[bool | None]) -> bool | None:
-    said = [bool(v) for v in verdicts if v is not None]
-    return all(said) if said else None
 
 
 def _range(low: float, high: float) -> str:
@@ -137,12 +139,12 @@ def _dyck(at: pd.DataFrame) -> list[Claim]:
         Claim(
             one, "≈ 81 % at L6 and L7",
             "; ".join(f"{_who(r)}: {r.drop:.1%} at L{r.damaging_layer} of {r.n_layers}" for r in found_rows),
-            "; ".join(_range(r.drop_lo, r.drop_hi) for r in found_rows), _all(middle),
+            "; ".join(_range(r.drop_lo, r.drop_hi) for r in found_rows), every(middle),
         ),
         Claim(
             two, "L11, weaker and noisier",
             "; ".join(f"{_who(r)}: {r.drop_at_readable:.1%} at L{r.readable_layer}" for r in found_rows),
-            "; ".join(_range(r.drop_at_readable_lo, r.drop_at_readable_hi) for r in found_rows), _all(weaker),
+            "; ".join(_range(r.drop_at_readable_lo, r.drop_at_readable_hi) for r in found_rows), every(weaker),
         ),
         Claim(three, "L4 to L18", "not run" if not any(r.n_layers == 24 for r in found_rows) else "see the figure"),
     ]  # fmt: skip
@@ -160,7 +162,9 @@ def _inert(rows: pd.DataFrame) -> list[Claim]:
     last = found[found["layer"] == found["n_layers"] - 1]
     readable = "; ".join(f"{_who(r)} {r.probe_accuracy:.1%}" for r in each(last))
     return [
-        Claim(claim, "at most 0.2 %", said, span, _all(verdicts), f"Readable at the final layer: {readable}.")
+        Claim(
+            claim, "at most 0.2 %", said, span, every(verdicts), f"Readable at the final layer: {readable}."
+        )
     ]
 
 
@@ -176,15 +180,24 @@ def _patching(rows: pd.DataFrame) -> list[Claim]:
     found = found[found["recovery"].notna()] if "recovery" in found else found.iloc[:0]
     if found.empty:
         return [Claim(claim, paper, "no pair is answered correctly")]
-    said, near = [], []
-    for (model, task, pairs), part in found.groupby(["model", "task", "pairs"], sort=False):
-        said.append(
-            f"{model} {TITLES[str(task)]} ({pairs}): "
-            + ", ".join(f"{r.site} {r.recovery:.2f}" for r in each(part))
-        )
-        near += [r.site for r in each(part) if pd.isna(r.expected) and r.lo <= 0.98 and r.hi >= 0.97]
-    note = f"Sites whose interval meets 97 to 98 %: {', '.join(sorted(set(near))) or 'none'}. A, B, F and I are forced."
-    return [Claim(claim, paper, "; ".join(said), "", True if near else None, note)]
+    said = [
+        f"{model} {TITLES[str(task)]} ({pairs}): "
+        + ", ".join(f"{r.site} {r.recovery:.2f}" for r in each(part))
+        for (model, task, pairs), part in found.groupby(["model", "task", "pairs"], sort=False)
+    ]
+    near: dict[str, bool | None] = {
+        str(site): every(_near(r) for r in each(part))
+        for site, part in found[found["expected"].isna()].groupby("site", sort=False)
+    }
+    met = [site for site, word in near.items() if word]
+    verdict = True if met else None if None in near.values() else False
+    note = f"Sites at 0.95 to 1 in every cell: {', '.join(met) or 'none'}. A, B, F and I are forced."
+    return [Claim(claim, paper, "; ".join(said), "", verdict, note)]
+
+
+def _near(row: Any) -> bool | None:
+    """Whether a recovery is that of the paper, up to two or three points."""
+    return True if row.lo >= 0.95 and row.hi <= 1.0 else False if row.hi < 0.95 or row.lo > 1.0 else None
 
 
 def _inner(rows: pd.DataFrame, what: str) -> pd.DataFrame:
@@ -193,23 +206,19 @@ def _inner(rows: pd.DataFrame, what: str) -> pd.DataFrame:
     if found.empty:
         return found
     found = found[(found["what"] == what) & (found["layer"] >= 0) & (found["layer"] < found["n_layers"] - 1)]
-    return found[found["probe_accuracy"] > found["baseline"] + 0.1]
+    found = with_known(found, rows)
+    return found[readable(found)]
 
 
 def _refit(rows: pd.DataFrame) -> list[Claim]:
     made = []
     for what, name in (("direction", "the best direction"), ("rows", "all rows of the probe")):
         claim, found = f"A. A probe refitted after removing {name} recovers", _inner(rows, what)
-        if found.empty:
-            made.append(Claim(claim, "in every cell", "not run"))
-            continue
-        found = found.assign(lost=found["probe_accuracy"] - found["refit_accuracy"])
-        back = found["lost"] <= MARGIN
-        least = best(found, "lost")
-        made.append(Claim(
-            claim, "in every cell", f"at {back.sum()} of {len(found)} readable inner layers", "", bool(back.all()),
-            f"Least: {least['model']} {least['cell']} L{int(least['layer'])}, {least['probe_accuracy']:.1%} to {least['refit_accuracy']:.1%}.",
-        ))  # fmt: skip
+        made.append(
+            refit_claim(claim, "in every cell", found)
+            if len(found)
+            else Claim(claim, "in every cell", "not run")
+        )
     return made
 
 
@@ -236,9 +245,14 @@ def _apart(at: pd.DataFrame) -> list[Claim]:
     note = "; ".join(
         f"{_who(r)}: {r.as_readable} sites are within the best one's interval" for r in found_rows
     )
-    return [
-        Claim(claim, paper, said, "", _all(r.readable_layer != r.damaging_layer for r in found_rows), note)
-    ]
+    return [Claim(claim, paper, said, "", every(_differ(r) for r in found_rows), note)]
+
+
+def _differ(row: Any) -> bool | None:
+    """Whether no layer that is as readable as the best one is as damaging as the worst one, by intervals."""
+    if row.drop_as_readable_hi < row.drop_lo:
+        return True
+    return False if row.as_readable == 1 and row.readable_layer == row.damaging_layer else None
 
 
 def figures(rows: pd.DataFrame) -> list[Chart]:

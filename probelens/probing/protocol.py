@@ -413,8 +413,10 @@ def refit_accuracy(
 
     Returns:
         probe_accuracy, refit_accuracy, refit_mlp_accuracy (None without ``mlp``), the majority
-        baseline, and the number of test rows, all on the same test sequences; and the refitted
-        linear probe's accuracy at each position. (pos,)
+        baseline, and the number of test rows, all on the same test sequences; refit_gap, how much
+        less the refitted linear probe reads than the one before, with refit_gap_lo and refit_gap_hi, a
+        95 % interval over test groups, paired (None for a single one); and the refitted linear probe's
+        accuracy at each position. (pos,)
 
     Raises:
         ShapeError: Tensors that don't fit together.
@@ -437,9 +439,11 @@ def refit_accuracy(
     keep = mask[split.test]
     truth = labels[split.test][keep]
     most = torch.bincount(labels[split.train][mask[split.train]]).argmax()
+    right = [(fit.guess["label"] == labels[split.test]) & keep for fit in (before, after)]
     row = {
-        "probe_accuracy": share(before.guess["label"][keep] == truth),
-        "refit_accuracy": share(after.guess["label"][keep] == truth),
+        "probe_accuracy": share(right[0][keep]),
+        "refit_accuracy": share(right[1][keep]),
+        **_gap(right[0], right[1], keep, groups[split.test]),
         "refit_mlp_accuracy": None,
         "baseline": share(truth == most),
         "refit_n_test": int(keep.sum()),
@@ -450,4 +454,21 @@ def refit_accuracy(
         sides = (split.train, split.val, split.test)
         parts = [(ablated[i][mask[i]], labels[i][mask[i]]) for i in sides]
         row["refit_mlp_accuracy"] = mlp_accuracy(*parts, seed=seed)
-    return row, by_position(after.guess["label"] == labels[split.test], keep)
+    return row, by_position(right[1], keep)
+
+
+def _gap(before: Tensor, after: Tensor, keep: Tensor, groups: Tensor) -> dict[str, float | None]:
+    """What a probe read before and no longer reads after, with its interval over groups."""
+    from probelens.stats import ratio_of_means
+
+    lost = (before.double() - after.double()).sum(-1)
+    held, where = groups.unique(return_inverse=True)
+    lost, counted = (
+        torch.zeros(len(held)).double().index_add(0, where, x) for x in (lost, keep.double().sum(-1))
+    )
+    if len(held) < 2:
+        return {"refit_gap": float(lost / counted), "refit_gap_lo": None, "refit_gap_hi": None}
+    found = ratio_of_means(lost, counted)
+    return {
+        "refit_gap": float(found.estimate), "refit_gap_lo": float(found.low), "refit_gap_hi": float(found.high),
+    }  # fmt: skip

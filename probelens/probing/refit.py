@@ -157,7 +157,8 @@ def refit_check(
         seed: Of the split.
 
     Returns:
-        probe_accuracy (linear, before), refit_accuracy (linear, after), refit_mlp_accuracy,
+        probe_accuracy (linear, before), refit_accuracy (linear, after), refit_gap (the one less the other)
+        with refit_gap_lo and refit_gap_hi (over groups, paired), refit_mlp_accuracy,
         refit_position_accuracy (one probe per position), majority, position_baseline (best guess
         from the position alone), baseline (the larger of the two), refit_n_test, readable_before and
         readable_after (whether any probe reads the label), probe_position_accuracy and
