@@ -1,7 +1,6 @@
 """What the rows of the pretrained experiments say: the paper's claims beside ours, figures, one report.
 
-"Agrees" follows rules that were fixed before the runs: True where the whole interval of every cell says so, False where
-that of at least one says otherwise, None where no cell can say. Only cells that learned their task speak.
+"Agrees" follows the rules of ``claim_rules``. Only cells that learned their task speak.
 """
 
 from __future__ import annotations
@@ -23,12 +22,14 @@ from probelens.examples.refit_the_probe.claims_using import (
 )
 from probelens.examples.refit_the_probe.running import best, each, write_claims
 from probelens.examples.refit_the_probe.setup import LABELS, TITLES
+from probelens.examples.refit_the_probe.speaking import speaking
 from probelens.report import Chart, Claim, Section, Table, write_report
 
 __all__ = ["claims", "figures", "layers", "write"]
 
 WHAT = {"direction": "best direction", "rows": "all probe rows", "leace": "LEACE", "inlp": "INLP"}
-LEARNED = 0.9
+CELL = ("model", "task", "train_seed")
+LEARNED = 0.9  # at the trained length
 INERT = 0.002  # the paper's "no more than 0.2 %"
 LEAD = (
     "Pretrained language models, fine-tuned on tasks whose answer is a running state: where the state is readable before "
@@ -53,13 +54,6 @@ def answered(rows: pd.DataFrame) -> pd.DataFrame:
     """Accuracy of every cell's own answers at the trained length."""
     found = named(rows, "behaviour")
     return found[found["span"] == "all"]
-
-
-def speaking(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the cells that learned their task."""
-    at = answered(rows)
-    good = at[at["accuracy"] >= LEARNED][["model", "task", "train_seed"]].drop_duplicates()
-    return rows.merge(good, on=["model", "task", "train_seed"])
 
 
 def layers(rows: pd.DataFrame) -> pd.DataFrame:
@@ -98,7 +92,7 @@ def claims(rows: pd.DataFrame) -> list[Claim]:
     Returns:
         A row for each, also where no cell can speak.
     """
-    heard = speaking(rows)
+    heard = speaking(rows, CELL, LEARNED)
     at = layers(heard) if "ablation" in set(heard["kind"]) else pd.DataFrame()
     return [*_dyck(at), *_inert(heard), *_patching(heard), *_refit(heard), *_inlp(heard), *_apart(at)]
 
@@ -160,10 +154,10 @@ def _inert(rows: pd.DataFrame) -> list[Claim]:
     verdicts = [True if r.hi <= INERT else False if r.lo > INERT else None for r in each(worst)]
     span = "; ".join(_range(r.lo, r.hi) for r in each(worst))
     last = found[found["layer"] == found["n_layers"] - 1]
-    readable = "; ".join(f"{_who(r)} {r.probe_accuracy:.1%}" for r in each(last))
+    final = "; ".join(f"{_who(r)} {r.probe_accuracy:.1%}" for r in each(last))
     return [
         Claim(
-            claim, "at most 0.2 %", said, span, every(verdicts), f"Readable at the final layer: {readable}."
+            claim, "at most 0.2 %", said, span, every(verdicts), f"Readable at the final layer: {final}."
         )
     ]
 
@@ -305,7 +299,7 @@ def write(rows: pd.DataFrame, folder: Path, config: Mapping[str, Any], versions:
     write_claims(found, folder)
     own = answered(rows)[["model", "task", "train_seed", "length", "accuracy", "balanced_accuracy"]]
     tables = [Table("Accuracy of the fine-tuned models' answers", own, name="behaviour", open=True)]
-    heard = speaking(rows)
+    heard = speaking(rows, CELL, LEARNED)
     if "ablation" in set(heard["kind"]):
         tables.append(Table("Most readable and most damaging layer", layers(heard), name="layers", open=True))
     sites = named(rows, "site")
