@@ -110,7 +110,7 @@ def draw(
             raise ShapeError(
                 f"the subspace for {name!r} has width {space.d}, the activations there have {real.shape[-1]}"
             )
-        site = {"site": name, "layer": layer_of(name, model.cfg.n_layers), "label": label}
+        site = {"site": name, "layer": layer_of(name, model), "label": label}
         drawn, problem = _controls(space, real, kinds, controls, seed)
         about = {**site, "condition": "target", "draw": 0, "rank": space.rank}
         about.update(control_overlap=_overlap(space, drawn), control_problem=problem)

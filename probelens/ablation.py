@@ -299,12 +299,22 @@ def feeds_readout(model: HookedModel, site: str) -> bool:
 
     Args:
         model: The wrapped model.
-        site: Canonical name of a hook point.
+        site: Name of a hook point; a module path counts as what it stands for.
 
     Returns:
         True if nothing but a norm and the unembedding come after it.
     """
-    if site in ("ln_final.hook_out", "unembed.hook_in"):
+    name, adapter = model.alias(site), model.adapter
+    if name in ("ln_final.hook_out", "unembed.hook_in"):
         return True
-    last = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
-    return site == last and "ln_final" not in model.adapter.parts and "unembed" in model.adapter.parts
+    last, parts = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post", adapter.parts
+    bare = "ln_final" not in parts and "unembed" in parts
+    if name in model.hook_dict:
+        return bare and name == last
+    # A module path: the same tensor under the module's own name.
+    where = model.point(name).site
+    if where is None:
+        return False
+    found = (where.path, where.side)
+    read = [(parts.get("ln_final"), "out"), (parts.get("unembed"), "in")]
+    return found in ([*read, (adapter.blocks[-1], "out")] if bare else read)

@@ -359,6 +359,18 @@ class Adapter:
         offloaded = execution_device(module) if found.device.type == "meta" else None
         return offloaded or found.device
 
+    def blocks_with(self, path: str) -> list[int]:
+        """The blocks that a module is, or lies in.
+
+        Args:
+            path: Module path.
+
+        Returns:
+            Their numbers: several where one module holds several blocks, as a fused recurrent stack does; none
+            outside the blocks.
+        """
+        return [i for i, block in enumerate(self.blocks) if f"{path}.".startswith(f"{block}.")]
+
     def accepts(self, keyword: str) -> bool:
         """Whether the module's forward takes this keyword.
 

@@ -50,7 +50,7 @@ class Activations(Result):
 
     @property
     def names(self) -> list[str]:
-        """The sites, in the order of the forward pass."""
+        """The sites, in the order in which `expand` gives them: several given as a list keep its order."""
         return list(self.tensors)
 
     def __len__(self) -> int:
@@ -198,10 +198,9 @@ def collect(
             )
             store.put(int(rows[0]), {name: cache[name] for name in names})
             bar.update(len(rows))
-    n = model.cfg.n_layers
     return Activations(
         store.tensors(),
-        {name: layer_of(name, n) for name in names},
+        {name: layer_of(name, model) for name in names},
         kept,
         None if mask is None else mask[:, kept],
         tokens.cpu() if not tokens.is_floating_point() else None,

@@ -200,7 +200,7 @@ def _about(
     names = list(dict.fromkeys(p.name for p, _ in group))
     heads = [h for _, h in group if h is not None]
     return {
-        "site": " + ".join(names), "layer": layer_of(names[0], model.cfg.n_layers),
+        "site": " + ".join(names), "layer": layer_of(names[0], model),
         "head": None if not heads else heads[0] if len(heads) == 1 else ",".join(map(str, heads)),
         "how": way, "draws": draws,
     }  # fmt: skip

@@ -107,7 +107,7 @@ def ablate_convolution(
                 rows.append(
                     {
                         "site": " + ".join(_name(layer) for layer in group),
-                        "layer": layer_of(_name(group[0]), model.cfg.n_layers),
+                        "layer": layer_of(_name(group[0]), model),
                         "layers": ",".join(map(str, group)), "head": None, "how": way, "draws": len(found),
                         "draw_sd": each.std().item() if len(each) > 1 else None,
                     }

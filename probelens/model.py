@@ -162,7 +162,7 @@ class HookedModel(LensMethods):
         elif point.name in self._points:
             layer = -1 if point.name in ("hook_embed", "hook_pos_embed") else n
         else:
-            inside = [i for i, b in enumerate(self.adapter.blocks) if f"{point.module}.".startswith(f"{b}.")]
+            inside = self.adapter.blocks_with(point.module)
             if not inside:
                 return start is None and stop is None
             layer = inside[0]

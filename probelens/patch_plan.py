@@ -214,7 +214,7 @@ def patch_plan(
         mode,
         metric if isinstance(metric, str) else getattr(metric, "__name__", "custom"),
         joint,
-        [layer_of(group[0], n) for group in groups],
+        [layer_of(group[0], model) for group in groups],
         pairs,
         values,
     )

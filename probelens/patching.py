@@ -384,10 +384,9 @@ def attribute(
     own = torch.cat(base)
     other = sweep(model, source, (), read, batch_size=batch_size, attention_mask=mask).base
     clean, corrupted = (other, own) if mode == "denoise" else (own, other)
-    n = model.cfg.n_layers
     return PatchResult(
         torch.cat(parts, dim=-1), clean, corrupted, (clean > 0) & (corrupted < 0), names,
-        [layer_of(name, n) for name in names], labels, mode,
+        [layer_of(name, model) for name in names], labels, mode,
         metric if isinstance(metric, str) else getattr(metric, "__name__", "custom"),
         "attribution", "full", pairs.clean.cpu(),
     )  # fmt: skip

@@ -41,7 +41,7 @@ def expand(model: HookedModel, sites: Sites) -> list[str]:
             resid_post of every block), a full name, a glob, or a list of these.
 
     Returns:
-        Names in the order of the forward pass, each once.
+        Names, each once: those of one shorthand or glob in the order of the forward pass, several as listed.
 
     Raises:
         UnknownHookError: Something that fits no hook point.
@@ -93,23 +93,52 @@ def _one(model: HookedModel, site: str) -> list[str]:
     )
 
 
-def layer_of(name: str, n_layers: int) -> int:
+def layer_of(name: str, model: HookedModel | int) -> int:
     """Where a point stands on the layer axis: −1 for the embedding, l for block l, n after the last.
 
     The residual entering block 0 is the embedding's; the one entering block l is block l−1's output.
 
     Args:
-        name: Canonical name of a hook point.
-        n_layers: Number of blocks.
+        name: Name of a hook point; a module path such as "transformer.h.1.mlp.hook_out" counts as part of
+            its block, and what stands before the blocks in the module as part of the embedding.
+        model: The wrapped model, or for canonical names its number of blocks.
 
     Returns:
-        From −1 to ``n_layers``.
+        From −1 to the number of blocks.
+
+    Raises:
+        UnknownHookError: A name that the model doesn't have.
 
     Examples:
         >>> layer_of("blocks.0.hook_resid_pre", 4), layer_of("blocks.3.hook_resid_post", 4)
         (-1, 3)
     """
+    if not isinstance(model, int):
+        name, n_layers = model.alias(name), model.cfg.n_layers
+        if name not in model.hook_dict:
+            return _layer_of_module(name, model)
+    else:
+        n_layers = model
     parts = name.split(".")
     if parts[0] == "blocks" and len(parts) > 2 and parts[1].isdigit():
         return int(parts[1]) - (parts[2] == "hook_resid_pre")
     return -1 if parts[0] in ("hook_embed", "embed", "hook_pos_embed") else n_layers
+
+
+def _layer_of_module(name: str, model: HookedModel) -> int:
+    point, adapter = model.point(name), model.adapter
+    path, entering = point.module, point.site is not None and point.site.side == "in"
+    inside = adapter.blocks_with(path)
+    if inside:
+        return inside[0] - 1 if entering and path == adapter.blocks[inside[0]] else inside[-1]
+    for part, layer in (("embed", -1), ("ln_final", model.cfg.n_layers), ("unembed", model.cfg.n_layers)):
+        if adapter.parts.get(part) == path:
+            return layer
+    if not path or any(block.startswith(f"{path}.") for block in adapter.blocks):
+        return -1 if entering else model.cfg.n_layers
+    if path.split(".")[0] in ("embed", "pos_embed", "hook_pos_embed"):
+        return -1
+    paths = [found for found, _ in adapter.module.named_modules()]
+    blocks = [paths.index(block) for block in adapter.blocks if block in paths]
+    before = path in paths and bool(blocks) and paths.index(path) < min(blocks)
+    return -1 if before else model.cfg.n_layers

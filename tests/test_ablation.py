@@ -299,6 +299,17 @@ def test_tautological_where_a_linear_readout_reads_the_site(spare: World) -> Non
     assert not feeds_readout(neox, f"blocks.{zoo.LAYERS - 1}.hook_resid_post"), "a norm stands between"
     lstm = pl.wrap(zoo.build("lstm"))
     assert feeds_readout(lstm, f"blocks.{zoo.LAYERS - 1}.hook_resid_post")
+    head = neox.adapter.parts["unembed"]
+    paths = {"gpt_neox.final_layer_norm.hook_out": True, f"{head}.hook_in": True, f"{head}.hook_out": False,
+             "gpt_neox.final_layer_norm.hook_in": False, "gpt_neox.layers.2.hook_out": False}  # fmt: skip
+    assert {path: feeds_readout(neox, path) for path in paths} == paths
+    paths = {
+        "layers.2.hook_out": True,
+        "head.hook_in": True,
+        "layers.1.hook_out": False,
+        "layers.2.hook_in": False,
+    }
+    assert {path: feeds_readout(lstm, path) for path in paths} == paths
 
 
 def test_floor_where_the_model_does_not_know_the_answer() -> None:

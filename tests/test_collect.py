@@ -18,6 +18,24 @@ def model() -> pl.HookedModel:
     return pl.wrap(zoo.build("neox"))
 
 
+def test_a_module_path_has_the_layer_of_the_point_that_it_stands_for() -> None:
+    model = pl.wrap(zoo.build("gpt2"))
+    wanted = {
+        "transformer.wte.hook_out": -1, "transformer.wpe.hook_out": -1, "transformer.h.0.hook_in": -1,
+        "transformer.h.0.hook_out": 0, "transformer.h.1.hook_in": 0, "transformer.h.1.mlp.c_fc.hook_out": 1,
+        "transformer.h.1.mlp.hook_in": 1, "transformer.ln_f.hook_out": 3, "transformer.hook_out": 3, "lm_head.hook_in": 3,
+    }  # fmt: skip
+    assert {name: layer_of(name, model) for name in wanted} == wanted
+    names = ["transformer.h.1.mlp.hook_out", "transformer.wte.hook_out"]
+    assert list(pl.collect(model, zoo.tokens(2, 5), names).layers.items()) == list(
+        zip(names, (1, -1), strict=True)
+    ), "in the order asked for"
+    fused = pl.wrap(zoo.build("lstm-fused"))
+    assert [layer_of(f"layers.0.hook_{side}", fused) for side in ("in", "out")] == [-1, zoo.LAYERS - 1]
+    own = pl.wrap(zoo.build("gpt2").transformer.h, blocks="")
+    assert [layer_of(f"1.hook_{side}", own) for side in ("in", "out")] == [0, 1]
+
+
 def test_sites_are_shorthands_names_globs_and_lists(model: pl.HookedModel) -> None:
     post = [f"blocks.{i}.hook_resid_post" for i in range(3)]
     assert expand(model, "resid_post") == expand(model, "hook_resid_post") == post
