@@ -130,3 +130,62 @@ def test_attribution_is_the_derivative_of_patching_also_at_each_step_of_a_state(
     assert effect.abs().max() > 1e-3
     # Nothing after the position that is read has an effect.
     assert effect[-1][pairs.read_pos < pairs.length - 1].abs().max() == 0
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "granite", "opt", "mamba", "lstm-bidirectional", "gru"])
+def test_attribution_is_the_derivative_at_every_point_that_a_model_advertises(name: str) -> None:
+    """A difference quotient along clean − corrupted at all positions; also where a module splits its heads."""
+    model, eps = pl.wrap(zoo.more(name).double()), 3e-3
+    clean = zoo.tokens(2, 4, seed=5)
+    corrupted = clean.clone()
+    corrupted[:, 1] = (clean[:, 1] + 1) % zoo.VOCAB
+    read, answers = torch.full((2,), 3), torch.tensor([[0, 3], [1, 4]])
+    sites = [site for site in model.hook_dict if not site.startswith("blocks.0.")]
+    got = pl.attribute(
+        model, pl.PatchPairs(clean, corrupted, torch.ones(2).long(), read, answers), sites, None
+    )
+    _, source = model.run_with_cache(clean)
+    _, own = model.run_with_cache(corrupted)
+    slopes = {}
+    for site in sites:
+        step = source[site] - own[site]
+
+        def metric(size: float, site: str = site, step: Tensor = step) -> Tensor:
+            def nudge(tensor: Tensor, hook: Any) -> Tensor:
+                return tensor + size * (step if hook.pos is None else step[:, hook.pos])
+
+            with torch.no_grad():
+                picked = model.run_with_hooks(corrupted, [(site, nudge)])[:, -1].gather(1, answers)
+            return picked[:, 0] - picked[:, 1]
+
+        slopes[site] = (metric(eps) - metric(-eps)) / (2 * eps)
+    for i, site in enumerate(sites):
+        effect = (got.values[i, 0] - got.corrupted).double()
+        torch.testing.assert_close(effect, slopes[site].double(), rtol=5e-3, atol=5e-4, msg=site)
+    moving = [site for site in sites if slopes[site].abs().max() > 1e-3]
+    assert len(moving) > 0.7 * len(sites), "the quotients are not zero themselves"
+    assert name not in zoo.TRANSFORMERS or "blocks.1.attn.hook_z" in moving
+
+
+def test_a_point_that_the_answer_does_not_depend_on_by_gradient_is_an_error_not_a_zero() -> None:
+    class Cut(torch.nn.Module):
+        def __init__(self, cut: bool) -> None:
+            super().__init__()
+            self.cut, self.embed = cut, torch.nn.Embedding(zoo.VOCAB, 4)
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+            self.head = torch.nn.Linear(4, zoo.VOCAB)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            x = self.layers[0](x.detach() if self.cut else x)
+            return self.head(self.layers[1](x))
+
+    pairs = some_pairs()
+    for cut in (True, False):
+        model = pl.wrap(Cut(cut), blocks="layers", embed="embed", unembed="head")
+        assert pl.attribute(model, pairs, "blocks.1.hook_resid_pre").values.std() > 0
+        if cut:
+            with pytest.raises(InputError, match=r"gradient at 'hook_embed'.*Use patch\(\)"):
+                pl.attribute(model, pairs, ["hook_embed", "blocks.1.hook_resid_pre"])
+        else:
+            assert pl.attribute(model, pairs, ["hook_embed", "blocks.1.hook_resid_pre"]).values.std() > 0
