@@ -122,6 +122,8 @@ class Mean(Edit):
 class Replace(Edit):
     """Put given values in place: (...), (pos, ...) or (batch, pos, ...); (batch, ...) at one step.
 
+    At a state point (pos, ...) goes before (batch, ...) where both fit; under ``probelens.at`` that is an error.
+
     Args:
         pos: Where; see ``Edit``.
         value: What is put in place: (...), (pos, ...) or (batch, pos, ...).
@@ -203,7 +205,12 @@ class Resample(Edit):
             raise ShapeError(
                 f"rows {tuple(rows.shape)} must name an example for each row of {tuple(tensor.shape)}"
             )
-        return _fit("source", self.source[rows.to(self.source.device)], tensor, hook)
+        taken = self.source[rows.to(self.source.device)]
+        if hook is not None and hook.pos is not None and taken.shape == tensor.shape:
+            return taken.to(
+                tensor
+            )  # A source of one step: its first axis is that of the examples in any case.
+        return _fit("source", taken, tensor, hook)
 
     def draw(self, batch: int) -> Tensor:
         """The example that each row takes.
@@ -475,11 +482,8 @@ def _fit(name: str, value: Tensor, tensor: Tensor, hook: HookPoint | None, batch
         lead = value.ndim - len(core) - 1
         axis = lead + getattr(hook, "pos_axis", 1) - 1
         rest = (*value.shape[lead:axis], *value.shape[axis + 1 :])
-        is_batch = batch and value.shape == shape  # (batch, ...) and (pos, ...) can look the same
-        if lead in ((0, 1) if batch else (0,)) and rest == (*core,) and not is_batch:
-            if not -value.shape[axis] <= step < value.shape[axis]:
-                raise ShapeError(f"the {name} has {value.shape[axis]} positions, but the hook is at {step}")
-            value = value.select(axis, step)
+        if lead in ((0, 1) if batch else (0,)) and rest == (*core,):
+            value = _at_step(name, value, axis, shape if batch else None, hook)
         accepted = [(*shape,), (*core,)] if batch else [(*core,)]
     if value.ndim and (*value.shape,) not in accepted:
         raise ShapeError(
@@ -488,6 +492,24 @@ def _fit(name: str, value: Tensor, tensor: Tensor, hook: HookPoint | None, batch
             f"allowed are {', '.join(map(str, dict.fromkeys(accepted)))} or a single number"
         )
     return value.to(device=tensor.device, dtype=tensor.dtype).expand(shape).clone()
+
+
+def _at_step(name: str, value: Tensor, axis: int, shape: torch.Size | None, hook: Any) -> Tensor:
+    """A value with an axis of positions at the hook's step; itself where it is one of (batch, ...)."""
+    held, length, step = value.shape[axis], getattr(hook, "length", None), hook.pos
+    if value.shape == shape and held != length:
+        return value
+    # State points come in chunks of any size, and one of as many rows as positions must mean the same as the others.
+    if value.shape == shape and not hook.step:
+        raise ShapeError(
+            f"the {name} of shape {tuple(value.shape)} fits as (batch, ...) and as (pos, ...), as there are as many "
+            f"examples as positions. Give (batch, pos, ...), or pos= of the edit in place of probelens.at"
+        )
+    if not step < held or held != (length or held):
+        raise ShapeError(
+            f"the {name} has {held} positions, but the hook is at {step}{f' of {length}' if length else ''}"
+        )
+    return value.select(axis, step)
 
 
 def _where(pos: Positions, tensor: Tensor, hook: HookPoint | None) -> Tensor | None:

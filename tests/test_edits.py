@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import zoo
 
 import probelens as pl
 from probelens import edits
@@ -100,6 +101,40 @@ def test_mean_is_global_or_per_position():
     square = torch.arange(BATCH * BATCH * D).float().view(BATCH, BATCH, D)
     per_position = square.mean(0)  # (pos, d) with pos equal to batch: still per position, also at a step
     assert torch.equal(edits.mean(per_position)(square[:, 1], point(1, BATCH))[3], per_position[1])
+
+
+@pytest.mark.parametrize("edit", [edits.replace, edits.add])
+def test_a_value_by_position_means_the_same_in_chunks_of_every_size(edit):
+    value = acts()[0]  # (pos, d)
+    state = HookPoint("blocks.0.rnn.hook_h", "interior", ("batch", "pos", "d_model"), "layer", step=True)
+    for batch in (1, POS, POS + 1):
+        x = acts()[:1].repeat(batch, 1, 1)
+        steps = [edit(value)(x[:, t], state.at(t, POS)) for t in range(POS)]
+        torch.testing.assert_close(torch.stack(steps, 1), edit(value)(x))
+    rows = acts()[:, 0]  # (batch, d), as many as there are examples and not as positions
+    torch.testing.assert_close(edit(rows)(acts()[:, 1], state.at(1, POS)), edit(rows)(acts()[:, 1], None))
+    with pytest.raises(ShapeError, match="4 positions, but the hook is at 1 of 5"):
+        edit(rows)(acts()[:3, 1], state.at(1, POS))
+    with pytest.raises(ShapeError, match=r"as \(batch, ...\) and as \(pos, ...\)"):
+        pl.at(1, edit(value))(acts()[:1].repeat(POS, 1, 1), hook=point())
+    torch.testing.assert_close(
+        pl.at(1, edit(value))(acts(), hook=point())[:, 1],
+        edit(value)(acts())[:, 1],
+        msg="4 rows, 5 positions",
+    )
+
+
+def test_a_value_by_position_at_a_state_point_of_a_model():
+    model = pl.wrap(zoo.build("lstm"))
+    value, tokens = (
+        torch.randn(POS, zoo.WIDTH, generator=torch.Generator().manual_seed(0)),
+        zoo.tokens(POS, POS),
+    )
+    hooks = [("blocks.1.rnn.hook_h", edits.replace(value))]
+    whole = model.run_with_hooks(tokens, hooks)
+    parts = [model.run_with_hooks(rows, hooks) for rows in tokens.split(2)]
+    torch.testing.assert_close(whole, torch.cat(parts))
+    assert not torch.allclose(whole, model(tokens))
 
 
 def test_resampling_never_takes_the_own_example_and_follows_the_seed():
