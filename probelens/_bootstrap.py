@@ -28,7 +28,7 @@ def resample(
     rng: np.random.Generator,
     level: float,
     z: float,
-) -> tuple[Array, Array, Array, float]:
+) -> tuple[Array, Array, Array, Any]:
     """Per-seed statistics, raw draws, variance of the estimate and its degrees of freedom."""
     n_seeds = len(nested)
     per_seed = np.stack([np.asarray(function(rows.mean(axis=0))) for rows in nested])
@@ -39,7 +39,13 @@ def resample(
         drawn[here] = function(_resampled_means(rows, int(here.sum()), rng))
     draws = drawn.mean(axis=1)
     if n_seeds > 1:
-        return per_seed, draws, per_seed.var(axis=0, ddof=1) / n_seeds, n_seeds - 1.0
+        between = per_seed.var(axis=0, ddof=1) / n_seeds
+        # Seeds that tie exactly, as counts of few examples do, say nothing of their spread; their examples do.
+        tied = between == 0
+        within = np.stack([drawn[slots == s].var(axis=0) for s in range(n_seeds)])
+        spread = within.mean(axis=0) / n_seeds
+        df = np.where(tied, float(sum(len(rows) - 1 for rows in nested)), n_seeds - 1.0)
+        return per_seed, draws, np.where(tied, spread, between), np.maximum(df, n_seeds - 1.0)
     # One seed: the percentiles' own half width stands for the standard error, as it resists heavy tails.
     n = len(nested[0])
     if n < 2:
@@ -69,7 +75,8 @@ def calibrate(estimate: Array, raw: Array, half: Array, level: float) -> tuple[A
         stretch = np.where(spread > 0, half / spread, 0.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        centre = np.nanmean(raw, axis=0)
+        # With heavy tails the mean leaves the bulk of the draws, and the interval would leave the estimate.
+        centre = np.clip(np.nanmean(raw, axis=0), *_quantiles(raw, 0.5))
     flat = (spread <= 0) & (half > 0)
     # Draws can be infinite where a resample has a denominator of zero; the ends are then undefined.
     with np.errstate(invalid="ignore"):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from probelens._ablating import CONTROLS, Control, Metric, check_finite, label_of
+from probelens._chance import slack
 from probelens.ablation import MARGIN, AblationResult, ablate
 from probelens.collect import collect
 from probelens.erasure import LeaceFitter
@@ -51,7 +52,7 @@ class ErasureResult(Result):
         ablation: The behavioural cost with its controls, row by row.
         method: "leace" or "inlp".
         label: The variable.
-        margin: At chance means accuracy ≤ baseline + margin.
+        margin: At chance means accuracy ≤ baseline + margin, or less next to a baseline near 1.
         extra: What the caller wants to keep with the result; saved and loaded with it.
     """
 
@@ -194,8 +195,8 @@ def _quick(model: HookedModel) -> contextlib.AbstractContextManager[Any]:
 
 def _row(row: dict[str, Any], space: Any, method: str, n_fit: int, margin: float) -> dict[str, Any]:
     over = row["refit_accuracy"] - row["baseline"]
-    out = {**row, "method": method, "n_fit": n_fit, "at_chance": over <= margin}
-    out["reached"] = "chance" if over <= margin else f"{over:.3f} above baseline"
+    out = {**row, "method": method, "n_fit": n_fit, "at_chance": over <= slack(row["baseline"], margin)}
+    out["reached"] = "chance" if out["at_chance"] else f"{over:.3f} above baseline"
     if isinstance(space, Inlp):
         out.update(stopped=space.stopped, fit_accuracy=space.accuracy, fit_baseline=space.baseline)
     return out
@@ -221,13 +222,14 @@ def _inlp(
     batch_size: int, seed: int, progress: bool,
 ) -> dict[str, Any]:  # fmt: skip
     from probelens.probing.refit import guess_accuracy
-    from probelens.probing.splits import split_by_group
+    from probelens.probing.splits import copies_together, split_by_group
 
     acts = _activations(model, batch, names, batch_size)
     labels = batch.labels[label]
-    groups = batch.groups[:, None].expand(labels.shape)
+    kept = copies_together(batch.tokens, batch.groups)
+    groups = kept[:, None].expand(labels.shape)
     # INLP splits in the same way, so this is what can be guessed on its test rows.
-    baseline = max(guess_accuracy(labels, batch.mask, split_by_group(batch.groups, seed=seed)))
+    baseline = max(guess_accuracy(labels, batch.mask, split_by_group(kept, seed=seed)))
     out: dict[str, Any] = {}
     with progress_bar(len(names), "running INLP", progress) as bar:
         for name in names:

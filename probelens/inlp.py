@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from probelens._chance import slack
 from probelens._numbers import tensor_of
 from probelens._subspace import Subspace, orthonormal_rows
 from probelens.erasure import flat_rows
@@ -37,7 +38,7 @@ class Inlp(Subspace):
         stopped: "at chance", or what ended it before: "max_rank" or "nothing left to remove".
         accuracy: Held-out accuracy of the last refitted probe.
         baseline: What it was compared with.
-        margin: At chance means accuracy ≤ baseline + margin.
+        margin: At chance means accuracy ≤ baseline + margin, or less next to a baseline near 1.
         history: One row per fit: step, rank removed before it, held-out accuracy, baseline, C,
             n_iter, each of two products with the features.
     """
@@ -102,7 +103,8 @@ def inlp(
         mask: True for the rows to use. (...)
         baseline: Accuracy of a guess. Default: the training majority class, on the held-out rows.
             Give the position-only one where the label depends on the position.
-        margin: How near the baseline counts as chance.
+        margin: How near the baseline counts as chance; next to a baseline near 1 at most a
+            quarter of what is left to read.
         max_rank: Budget of directions; default: d.
         Cs: Inverse penalties to choose from, or one to use.
         tol: Relative gap in the objective at which a fit stops. Looser ones save little and add up: the
@@ -145,7 +147,7 @@ def inlp(
     while True:
         fit = rows.fit(shared, choices if C is None else (C,), tol)
         accuracy = rows.accuracy(fit, "test")
-        if accuracy <= chance + margin:
+        if accuracy <= chance + slack(chance, margin):
             fit = rows.fit(shared, choices, min(tol, 1e-3))
             accuracy = rows.accuracy(fit, "test")
         C = fit.C
@@ -156,7 +158,7 @@ def inlp(
             }
         )  # fmt: skip
         found = _new_directions(fit.softmax()[0], removed)[: budget - len(removed)]
-        if accuracy <= chance + margin:
+        if accuracy <= chance + slack(chance, margin):
             stopped = "at chance"
         elif len(removed) >= budget:
             stopped = "max_rank"

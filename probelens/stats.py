@@ -140,7 +140,8 @@ def hierarchical_bootstrap(
     seeds, and their spread is too small by sqrt((S-1)/S). So the draws give the interval its skew
     only, and its width is Student's: 2 t(S-1) times the standard error of the S seeds' statistics.
     For normal seed effects this is the exact t interval, whatever the share of variance within
-    seeds (see ``coverage`` to check a design). Accuracies near the ceiling are skewed, and
+    seeds (see ``coverage`` to check a design); where all seeds tie exactly, the examples within them give the
+    width. Accuracies near the ceiling are skewed, and
     ``scale="logit"`` covers better there: the same interval of log odds, taken back to a fraction.
     Neither can hold when one seed in ten behaves differently and the sample has none of those.
     When all seeds are scored on the same sequences, it speaks of other seeds on these sequences.
@@ -262,7 +263,7 @@ def contrast(
     total = np.asarray(sum(var))
     with np.errstate(divide="ignore", invalid="ignore"):
         df = total**2 / sum(v**2 / p[3] for v, p in zip(var, parts))
-    df = np.where(np.isfinite(df), df, float(sum(p[3] for p in parts)))
+    df = np.where(np.isfinite(df), df, sum(np.asarray(p[3], float) for p in parts))
     half = t_quantile(level, df) * np.sqrt(total)
     if scale == "logit" and not ((estimate >= 0) & (estimate <= 1)).all():
         raise InputError(

@@ -97,3 +97,15 @@ def test_bad_input_is_named() -> None:
         contexts(tokens, n_contexts=1)
     with pytest.raises(InputError, match="False everywhere"):
         control_labels(tokens, tokens, torch.zeros(3, 4).bool())
+
+
+def test_a_constant_end_does_not_hide_the_contexts_before_it() -> None:
+    tokens = torch.randint(0, 9, (200, 10), generator=torch.Generator().manual_seed(0))
+    tokens[:, -2:] = 3
+    last = torch.zeros(200, 10, dtype=torch.bool)
+    last[:, -1] = True
+    ids, w = contexts(tokens, 64, last)
+    assert w > 3
+    assert len(ids[:, -1].unique()) > 30
+    same = torch.full((200, 10), 3)
+    assert contexts(same, 64, last)[1] <= 10, "and where there is nothing more it ends"

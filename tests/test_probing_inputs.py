@@ -14,6 +14,7 @@ from torch import Tensor
 import probelens as pl
 from probelens.errors import InputError, ShapeError
 from probelens.probing import control_labels, online_codelength, probe_values, refit_accuracy, split_by_group
+from probelens.probing.refit import refit_check
 from probelens.tasks import Dyck, Parity
 
 N, T, D = 200, 8, 12
@@ -112,7 +113,6 @@ def test_labels_at_all_positions_fit_activations_at_some() -> None:
     cut = pl.probe(acts, y[:, some], batch.groups, mask=batch.mask[:, some], n_boot=50)
     assert whole.rows == cut.rows
     assert whole.rows[0]["n_test"] == 3 * len(split_by_group(batch.groups).test)
-    # Baselines see the tokens at these positions.
     assert "last_w" in whole.rows[0]
     with pytest.raises(ShapeError, match="one label a position"):
         pl.probe(acts, y[:, :-1], batch.groups)
@@ -401,3 +401,55 @@ def test_refit_accuracy_says_what_is_left_and_in_which_form() -> None:
     assert (same["refit_gap_lo"], same["refit_gap_hi"]) == (0, 0), "paired: two equal probes differ nowhere"
     assert same["refit_accuracy"] == same["probe_accuracy"]
     assert same["refit_mlp_accuracy"] is None
+
+
+def test_baselines_read_the_last_tokens_also_where_few_positions_were_collected() -> None:
+    g = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 4, (600, 12), generator=g)
+    y = torch.zeros(600, 12).long()
+    y[:, 1:] = (tokens[:, 1:] == tokens[:, :-1]).long()
+    x = torch.randn(600, 12, 6, generator=g)
+    for some in ([11], [3, 7, 11]):
+        acts = pl.Activations({"s": x[:, some]}, {}, pos=torch.tensor(some), tokens=tokens)
+        mask = torch.zeros(600, 12, dtype=torch.bool)
+        mask[:, some] = True
+        masked = pl.probe({"s": x}, y, mask=mask, tokens=tokens, control_task=True, n_boot=20)
+        cut = pl.probe(acts, y, control_task=True, n_boot=20)
+        assert masked.rows[0]["last_w"] > 0.99
+        for name in ("majority", "position", "last_w", "accuracy", "selectivity"):
+            assert cut.rows[0][name] == masked.rows[0][name], name
+        numbers = pl.probe(acts, y.float(), n_boot=20)
+        assert numbers.rows[0]["last_w"] > 0.9
+
+
+def test_whole_sequences_keep_copies_together_for_flat_activations() -> None:
+    g = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 9, (200, 8), generator=g).repeat_interleave(4, 0)
+    x = torch.randn(200, 300, generator=g).repeat_interleave(4, 0)
+    y = torch.randint(0, 2, (200,), generator=g).repeat_interleave(4, 0)
+    assert pl.probe(x, y, n_boot=20).rows[0]["accuracy"] > 0.9, "the copies teach it by heart"
+    assert pl.probe(x, y, tokens=tokens, n_boot=20).rows[0]["accuracy"] < 0.7
+    with pytest.raises(ShapeError, match="whole sequences"):
+        pl.probe(x, y, tokens=tokens[:, 0], n_boot=20)
+
+
+def test_positions_out_of_order_are_refused() -> None:
+    x, y = torch.randn(60, 3, 4), torch.randint(0, 2, (60, 3))
+    acts = pl.Activations({"s": x}, {}, pos=torch.tensor([2, 1, 0]), tokens=torch.randint(0, 9, (60, 3)))
+    with pytest.raises(InputError, match="ascending"):
+        pl.probe(acts, y)
+
+
+def test_next_to_a_baseline_of_almost_one_a_perfect_probe_still_reads() -> None:
+    g = torch.Generator().manual_seed(0)
+    y = (torch.rand(300, 20, generator=g) < 0.015).long()
+    x = torch.randn(300, 20, 8, generator=g)
+    x[..., 0] += 8 * y
+    mask, groups = torch.ones(300, 20, dtype=torch.bool), torch.arange(300)
+    row, _ = refit_check(x, x, y, mask, groups, mlp=False)
+    assert row["baseline"] > 0.98
+    assert row["readable_before"] is True
+    found = pl.subspaces.inlp(x.flatten(0, 1), y.flatten(), groups.repeat_interleave(20))
+    assert found.rank >= 1
+    noise, _ = refit_check(x[..., 1:], x[..., 1:], y, mask, groups, mlp=False)
+    assert noise["readable_before"] is False

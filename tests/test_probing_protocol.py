@@ -10,7 +10,8 @@ from torch import Tensor
 
 import probelens as pl
 from probelens.errors import InputError, ShapeError, UnknownHookError
-from probelens.probing import split_by_group
+from probelens.probing import online_codelength, split_by_group
+from probelens.stats import ratio_of_means
 from probelens.tasks import Dyck, Parity
 
 N, T, D = 240, 12, 16
@@ -287,3 +288,77 @@ def test_the_page_about_probing_runs_and_shows_a_readable_depth() -> None:
     assert row["accuracy"] > row["last_w"] > row["majority"]  # type: ignore[index]
     before, after = names["best"], names["rest"][0][4]  # type: ignore[index]
     assert after.objective > 2 * before.objective  # type: ignore[attr-defined]
+
+
+def rare(n: int, length: int, share: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """A label of few positives that one feature tells perfectly."""
+    g = torch.Generator().manual_seed(1)
+    y = (torch.rand(n, length, generator=g) < share).long()
+    x = torch.randn(n, length, 16, generator=g)
+    x[..., 0] += 6 * y
+    return x, y
+
+
+@pytest.mark.parametrize(("n", "length", "share"), [(100, 10, 0.05), (60, 5, 0.1), (30, 4, 0.25)])
+def test_a_rare_class_is_found_although_small_C_only_guesses(n: int, length: int, share: float) -> None:
+    x, y = rare(n, length, share)
+    row = pl.probe(x, y, n_boot=50).rows[0]
+    assert row["accuracy"] > 0.98 > row["majority"]
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
+    assert pl.probe(noise, y, n_boot=50).rows[0]["accuracy"] <= row["majority"] + 0.02
+
+
+def test_intervals_are_over_groups() -> None:
+    """Sequences of a module are alike, so a module counts as one draw: three times as wide as ten would be."""
+    g = torch.Generator().manual_seed(0)
+    groups = torch.arange(60).repeat_interleave(10)
+    y = torch.randint(0, 2, (600, 6), generator=g)
+    hard = (torch.rand(60, generator=g) < 0.5)[groups]
+    x = torch.where(hard[:, None], torch.randn(600, 6, generator=g), 2.0 * y - 1)[..., None]
+    alike, single = (pl.probe(x, y, kept).rows[0] for kept in (groups, torch.arange(600)))
+    assert alike["hi"] - alike["lo"] > 2 * (single["hi"] - single["lo"])
+    assert alike["lo"] < alike["accuracy"] < alike["hi"]
+
+
+def test_sequences_of_unequal_length_count_by_their_positions() -> None:
+    g = torch.Generator().manual_seed(0)
+    y = torch.randint(0, 2, (200, 40), generator=g)
+    mask = torch.ones(200, 40, dtype=torch.bool)
+    mask[:160, 2:] = False  # four of five are two positions long, and easy
+    x = torch.where(mask.all(1)[:, None], torch.randn(200, 40, generator=g), 2.0 * y - 1)[..., None]
+    result = pl.probe(x, y, mask=mask)
+    row = result.rows[0]
+    split = split_by_group(torch.arange(200))
+    counted = mask[split.test].double().sum(1)
+    right = result.sequences("label")[:, 0].double() * counted
+    want = ratio_of_means(right[None], counted[None], n_draws=1000)
+    assert row["accuracy"] == pytest.approx(float(want.estimate))
+    assert (row["lo"], row["hi"]) == pytest.approx((float(want.low), float(want.high)))
+
+
+def test_codelength_does_not_depend_on_how_classes_are_numbered() -> None:
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(60, 10, 4, generator=g), torch.randint(0, 2, (60, 10), generator=g)
+    plain = pl.probe(x, y, mdl=True, n_boot=50).rows[0]
+    far = pl.probe(x, y * 6 + 3, mdl=True, n_boot=50).rows[0]
+    assert plain["compression"] == pytest.approx(1.0, abs=0.05)
+    assert far["compression"] == pytest.approx(plain["compression"])
+    assert online_codelength(x.flatten(0, 1), y.flatten() * 9).compression == pytest.approx(1.0, abs=0.05)
+
+
+def test_float64_features_with_a_large_offset_keep_their_digits() -> None:
+    g = torch.Generator().manual_seed(0)
+    y = torch.randint(0, 2, (100, 10), generator=g)
+    x = torch.randn(100, 10, 8, generator=g).double()
+    x[..., 0] += 4 * y
+    plain = pl.probe(x, y, n_boot=50)
+    far = pl.probe(x + 1e8, y, n_boot=50)
+    assert plain.accuracy("activations") > 0.9
+    assert far.accuracy("activations") == pytest.approx(plain.accuracy("activations"), abs=0.005)
+
+
+def test_half_precision_features_are_coded_as_the_same_values_in_single() -> None:
+    g = torch.Generator().manual_seed(0)
+    y = torch.randint(0, 2, (1000,), generator=g)
+    x = (torch.randn(1000, 8, generator=g) + torch.eye(8)[0] * y[:, None] + 50).bfloat16()
+    assert online_codelength(x, y).bits == pytest.approx(online_codelength(x.float(), y).bits)

@@ -97,10 +97,10 @@ def test_flat_features_saving_and_plotting(tmp_path: object) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
-        ({"values": torch.zeros(N, T)}, InputError, "0.0 everywhere"),
+        ({"values": torch.zeros(N, T)}, InputError, "are 0 everywhere"),
         ({"values": torch.full((N, T), torch.nan)}, InputError, "NaN"),
-        ({"values": torch.zeros(N, T + 1)}, ShapeError, "values"),
-        ({"values": {}}, InputError, "at least one"),
+        ({"values": torch.zeros(N, T + 1)}, ShapeError, "labels 'label' have shape"),
+        ({"values": {}}, InputError, "labels is empty"),
         ({"mask": torch.zeros(N, T).bool()}, InputError, "False everywhere"),
         ({"mask": torch.ones(N, 2).bool()}, ShapeError, "mask"),
         ({"groups": torch.arange(3)}, ShapeError, "groups"),
@@ -115,3 +115,23 @@ def test_bad_input_is_named(change: dict[str, object], error: type[Exception], t
         probe_values(**{"acts": {"site": x}, "values": y, **change})  # type: ignore[arg-type]
     with pytest.raises(UnknownHookError, match="not probed"):
         probe_values({"site": x}, y).r2("sit")
+
+
+def test_the_last_tokens_back_off_to_shorter_windows() -> None:
+    """With 300 tokens no window of four recurs; the value is a function of the last token alone."""
+    g = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 300, (200, 20), generator=g)
+    value = torch.randn(300, generator=g)[tokens]
+    x = torch.randn(200, 20, 4, generator=g)
+    assert probe_values(x, value, tokens=tokens, w=1).rows[0]["last_w"] > 0.99
+    assert probe_values(x, value, tokens=tokens).rows[0]["last_w"] > 0.99
+    assert probe_values(x, torch.randn(200, 20, generator=g), tokens=tokens).rows[0]["last_w"] < 0.1
+
+
+def test_copies_of_a_sequence_are_on_one_side() -> None:
+    g = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 9, (20, 8), generator=g).repeat_interleave(8, 0)
+    x = torch.randn(20, 8, 200, generator=g).repeat_interleave(8, 0)
+    value = torch.randn(20, 8, generator=g).repeat_interleave(8, 0)
+    assert probe_values(x, value).rows[0]["r2"] > 0.9, "the copies teach it by heart"
+    assert probe_values(x, value, tokens=tokens).rows[0]["r2"] < 0.2

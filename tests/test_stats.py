@@ -253,3 +253,21 @@ if __name__ == "__main__":  # prints the table of coverages in docs/api/stats.md
                 f"| {n_seeds} | {n_examples} | {between} | {name} | {rates} | {row['percentile']:.1%} |",
                 flush=True,
             )
+
+
+def test_an_interval_holds_its_estimate_also_with_heavy_tails() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        below = rng.normal(0.5, 1, 20)
+        found = ratio_of_means(0.8 * below + 0.3 * rng.normal(size=20), below, n_draws=500)
+        assert not found.low > found.estimate
+        assert not found.high < found.estimate
+
+
+def test_seeds_that_tie_have_the_width_of_their_examples() -> None:
+    tied = hierarchical_bootstrap([[1.0] * 9 + [0.0], [0.0] + [1.0] * 9])
+    assert float(tied.low) < 0.8
+    assert float(tied.high) > 0.95
+    alike = hierarchical_bootstrap([[1.0] * 10, [1.0] * 10])
+    assert (float(alike.low), float(alike.high)) == (1.0, 1.0), "nothing differs anywhere"
+    assert coverage(2, 20, between=0, accuracy=0.9)["coverage"] > 0.9

@@ -26,7 +26,8 @@ class Data:
         numbers: Numeric labels by label. each (n, pos)
         mask: Where labels count. (n, pos)
         groups: What a split keeps together, equal sequences included. (n,)
-        tokens: Token ids, where known. (n, pos)
+        tokens: Token ids of the whole sequences, where known. (n, T)
+        at: Which of these positions the activations are of; None: all of them. (pos,)
         layers: Place of each site on the layer axis.
         flat: Whether activations were given as (n, d): one position each.
     """
@@ -37,6 +38,7 @@ class Data:
     mask: Tensor
     groups: Tensor
     tokens: Tensor | None
+    at: Tensor | None
     layers: dict[str, int]
     flat: bool
 
@@ -49,6 +51,11 @@ class Data:
             mask = acts.mask if mask is None else mask
             whole = acts.tokens if whole is None else whole
         flat, shape = _shape(tensors)
+        if kept is not None and len(kept) > 1 and bool((kept.diff() <= 0).any()):
+            raise InputError(
+                f"the activations are of positions {kept[:8].tolist()}, which aren't ascending, so labels could be meant in "
+                "either order. Collect them in ascending order."
+            )
 
         def cut(values: Any) -> Tensor:
             """Labels at all positions of sequences of which only some were collected."""
@@ -76,21 +83,22 @@ class Data:
             raise ShapeError(
                 f"groups has shape {tuple(groups.shape)}; it must be ({shape[0]},), one a sequence"
             )
-        if (
-            not flat
-            and whole is not None
-            and len(whole) == shape[0]
-            and len(whole.unique(dim=0)) < len(whole)
-        ):
+        seen, at = _tokens(whole, kept, flat, shape)
+        if whole is not None and len(whole.unique(dim=0)) < len(whole):
             groups = copies_together(whole, groups)
         prepared = {site: _prepared(site, x, mask, flat) for site, x in tensors.items()}
-        seen = None if flat or whole is None else cut(whole)
-        if seen is not None and tuple(seen.shape) != shape:
-            raise ShapeError(f"tokens have shape {tuple(seen.shape)}, the activations {shape}")
         if flat:
             mask = mask[:, None]
             classes, numbers = ({k: v[:, None] for k, v in some.items()} for some in (classes, numbers))
-        return cls(prepared, classes, numbers, mask, groups, seen, layers, flat)
+        return cls(prepared, classes, numbers, mask, groups, seen, at, layers, flat)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Labels or a mask at all positions of the tokens; 0 and False where nothing was collected. (n, T)"""
+        if self.at is None or self.tokens is None:
+            return values
+        out = torch.zeros(self.tokens.shape, dtype=values.dtype)
+        out[:, self.at] = values
+        return out
 
     def like(self, acts: Any) -> dict[str, Tensor]:
         """Activations of another model, checked to be of the same sites and sequences. each (n, pos, d)"""
@@ -120,6 +128,27 @@ class Data:
                     f"only {found} {side} sequences have a label that counts, of {len(self.mask)} in all; "
                     f"{least} needed. Give more sequences, other splits, or another mask."
                 )
+
+
+def _tokens(
+    tokens: Tensor | None, kept: Tensor | None, flat: bool, shape: tuple[int, ...]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Tokens for the baselines, and which of their positions the activations are of; checked."""
+    if tokens is None:
+        return None, None
+    if tokens.ndim != 2 or len(tokens) != shape[0] or not tokens.shape[1]:
+        raise ShapeError(
+            f"tokens have shape {tuple(tokens.shape)}, the activations {shape}: give (n, pos), or for activations (n, d) the "
+            "whole sequences"
+        )
+    if flat:
+        # Where in its sequence such a row stands isn't known, so tokens only keep copies together.
+        return None, None
+    if tokens.shape[1] == shape[1]:
+        return tokens, None
+    if kept is None or int(kept.max()) >= tokens.shape[1]:
+        raise ShapeError(f"tokens have shape {tuple(tokens.shape)}, the activations {shape}")
+    return tokens, kept
 
 
 def _sites(acts: Any) -> tuple[dict[str, Tensor], dict[str, int], Tensor | None]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from probelens.errors import InputError
 from probelens.probing.factor import Factorised
@@ -42,9 +44,12 @@ class Fitted:
     ) -> Fitted:  # fmt: skip
         """Fit every label's path of C on shared features, and keep the best on validation."""
         train, val = mask[split.train], mask[split.val]
-        x_train = x[split.train][train].float()
+        x_train = x[split.train][train]
         rows = _some(len(x_train), max_rows, seed)
-        x_train, x_val = x_train[rows], x[split.val][val].float()
+        x_train, x_val, x_test = x_train[rows], x[split.val][val], x[split.test]
+        # In float64 a large offset leaves digits that float32 has not; it is taken off before they are lost.
+        offset = x_train.mean(0) if x.dtype == torch.float64 else torch.zeros(x.shape[-1])
+        x_train, x_val, x_test = ((part - offset).float() for part in (x_train, x_val, x_test))
         ys = [y[split.train][train][rows] for y in tasks.values()]
         for name, y in zip(tasks, ys, strict=True):
             if len(y.unique()) < 2:
@@ -54,11 +59,17 @@ class Fitted:
         val_ys = [y[split.val][val] for y in tasks.values()]
         counts = [int(y[mask].max()) + 1 for y in tasks.values()]
         scores: list[list[float]] = [[] for _ in ys]
+        losses: list[list[float]] = [[] for _ in ys]
+        blind = [share(val_y == y.bincount().argmax()) for y, val_y in zip(ys, val_ys, strict=True)]
 
         def no_gain(which: int, fit: LogisticFit) -> bool:
-            score = scores[which]
-            score.append(share(fit.logits(x_val).argmax(1) == val_ys[which]))
-            return len(score) > _PATIENCE and max(score[-_PATIENCE:]) <= max(score[:-_PATIENCE])
+            score, loss, logits = scores[which], losses[which], fit.logits(x_val)
+            score.append(share(logits.argmax(1) == val_ys[which]))
+            loss.append(float(cross_entropy(logits.double(), val_ys[which])))
+            if len(score) <= _PATIENCE or max(score[-_PATIENCE:]) > max(score[:-_PATIENCE]):
+                return False
+            # A probe of a rare class says the most frequent one until C is large; only its loss shows that it learns.
+            return max(score) > blind[which] or min(loss[-_PATIENCE:]) >= min(loss[:-_PATIENCE])
 
         fits: dict[str, LogisticFit] = {}
         if tasks:
@@ -67,12 +78,19 @@ class Fitted:
             for name, path, score in zip(tasks, paths, scores, strict=True):
                 # On a tie the smaller C, which asks for less.
                 fits[name] = path[max(range(len(path)), key=lambda i: (score[i], -i))]
-        x_test = x[split.test].float()
         guess = {
             name: fit.logits(x_test.flatten(0, 1)).argmax(1).unflatten(0, x_test.shape[:2])
             for name, fit in fits.items()
         }
-        return cls(fits, guess, x_train.double().mean(0).float(), (len(x_train), len(x_val)))
+        if bool(offset.any()):
+            fits = {name: _moved(fit, offset) for name, fit in fits.items()}
+        mean = x_train.double().mean(0) + offset
+        return cls(fits, guess, mean.float(), (len(x_train), len(x_val)))
+
+
+def _moved(fit: LogisticFit, offset: Tensor) -> LogisticFit:
+    """A fit to features less an offset, as one to the features themselves."""
+    return dataclasses.replace(fit, intercept=fit.intercept - fit.coef @ offset.to(fit.coef))
 
 
 def _some(n: int, most: int | None, seed: int) -> Tensor:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from probelens.probing.protocol import ProbeResult
     from probelens.probing.regression import ValueProbeResult
 
-__all__ = ["CONTROL", "TASK", "UNTRAINED", "Recorder", "guesses", "key"]
+__all__ = ["CONTROL", "TASK", "UNTRAINED", "Recorder", "by_group", "guesses", "key", "share_interval"]
 
 TASK, CONTROL, UNTRAINED = "task", "control_task", "untrained"
 
@@ -65,10 +65,12 @@ class Recorder:
         groups = self.data.groups[:, None].expand(rows.shape)[rows]
         features = x[rows].float()
         for label, y in self.data.labels.items():
+            # Both sides know the classes that there are, whatever their ids.
+            known = y[self.data.mask].unique()
             found = online_codelength(
                 features,
-                y[rows],
-                int(y[self.data.mask].max()) + 1,
+                torch.searchsorted(known, y[rows]),
+                len(known),
                 groups=groups,
                 Cs=Cs,
                 seed=self.seed,
@@ -119,24 +121,19 @@ class Recorder:
     def _row(
         self, site: str, label: str, control: str, fitted: Fitted, task: str, y: Tensor
     ) -> dict[str, Any]:
-        from probelens.stats import hierarchical_bootstrap
-
         truth, keep = y[self.split.test], self.data.mask[self.split.test]
         guess, fit = fitted.guess[task], fitted.fits[task]
         right = (guess == truth) & keep
         scored = keep.any(1)
         per_sequence = right[scored].double().sum(1) / keep[scored].double().sum(1)
-        found = hierarchical_bootstrap(per_sequence[None], n_draws=self.n_boot, seed=self.seed)
+        low, high = share_interval(right, keep, self.data.groups[self.split.test], self.n_boot, self.seed)
         total = torch.bincount(truth[keep], minlength=fit.n_classes).double()
         recall = torch.bincount(truth[right], minlength=fit.n_classes).double() / total
         accuracy = share(right[keep])
         row: dict[str, Any] = {
             "site": site, "layer": self.data.layers.get(site), "label": label, "seed": self.seed,
             "control": control, "kind": "classification", "accuracy": accuracy,
-            # The interval is of the mean over sequences; where sequences differ in length it is moved to
-            # the mean over positions, which is what is reported.
-            "lo": max(0.0, accuracy + (found.low - found.estimate).item()),
-            "hi": min(1.0, accuracy + (found.high - found.estimate).item()),
+            "lo": max(0.0, low), "hi": min(1.0, high),
             "balanced_accuracy": recall[total > 0].mean().item(), "C": fit.C,
             "n_train": fitted.n_rows[0], "n_val": fitted.n_rows[1], "n_test": int(keep.sum()),
             "n_classes": fit.n_classes, "converged": fit.converged,
@@ -146,6 +143,38 @@ class Recorder:
         self.out.by_position[key(row)] = by_position(guess == truth, keep)
         self.out.by_class[key(row)] = recall.float()
         return row
+
+
+def share_interval(
+    right: Tensor, keep: Tensor, groups: Tensor, n_boot: int, seed: int
+) -> tuple[float, float]:
+    """Interval of the share that is right among the positions that count, over groups.
+
+    Over the sequences where they are all of one group.
+
+    Args:
+        right: Where a guess counts and is right. (n, pos)
+        keep: Where guesses count. (n, pos)
+        groups: What a resample draws together. (n,)
+        n_boot: Resamples.
+        seed: Of the resamples.
+    """
+    from probelens.stats import ratio_of_means
+
+    hits, counted = by_group(groups, right.double().sum(1), keep.double().sum(1))
+    found = ratio_of_means(hits[None], counted[None], n_draws=n_boot, seed=seed)
+    return float(found.low), float(found.high)
+
+
+def by_group(groups: Tensor, *per_sequence: Tensor) -> list[Tensor]:
+    """Sums of each group's sequences, of the groups in which something counts by the last; each sequence by itself
+    where there is one such group only. each (group,)"""
+    counts = per_sequence[-1] > 0
+    if len(groups[counts].unique()) < 2:
+        return [values[counts] for values in per_sequence]
+    held, where = groups[counts].unique(return_inverse=True)
+    empty = torch.zeros(len(held), dtype=torch.float64)
+    return [empty.index_add(0, where, values[counts].double()) for values in per_sequence]
 
 
 def key(row: Mapping[str, Any]) -> str:
@@ -176,7 +205,7 @@ def guesses(data: Data, split: Split, w: int) -> dict[str, dict[str, float]]:
     train, test = split.train, split.test
     for label, y in data.labels.items():
         if data.tokens is not None:
-            x, mask = data.tokens, data.mask
+            x, mask, y = data.tokens, data.spread(data.mask), data.spread(y)
             found = baselines(x[train], y[train], x[test], y[test], mask[train], mask[test], w=w)
             out[label] = {name: scores["accuracy"] for name, scores in found.items()}
         else:

@@ -71,6 +71,8 @@ class LogisticFit:
             Of every class. (n, n_classes)
         """
         coef, intercept = self.softmax()
+        # In half precision the sum over features would lose what the weights know.
+        X = X.to(torch.promote_types(X.dtype, torch.float32))
         return X @ coef.T.to(X) + intercept.to(X)
 
     def predict(self, X: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ def contexts(
     Args:
         tokens: Token ids. (batch, pos)
         n_contexts: How many different windows are wanted. w is the least with as many, or the one beyond
-            which there are no more.
+            which there are no more, or each position that counts has its own.
         mask: True where a position counts. (batch, pos)
         w: Length of the windows; None: as above.
 
@@ -53,17 +53,18 @@ def contexts(
     if keep.shape != x.shape:
         raise ShapeError(f"the mask has shape {keep.shape}; it must be {x.shape}, as the tokens")
     width = int(x.max(initial=0)) + 2
-    ids, found, back = np.zeros(x.shape, np.int64), 0, 0
+    ids, kinds, back = np.zeros(x.shape, np.int64), 0, 0
     while back < (x.shape[1] if w is None else min(w, x.shape[1])):
         shifted = np.full(x.shape, width - 1)  # before the first token
         shifted[:, back:] = x[:, : x.shape[1] - back]
-        _, flat = np.unique(ids * width + shifted, return_inverse=True)
+        windows, flat = np.unique(ids * width + shifted, return_inverse=True)
         ids = flat.reshape(x.shape)
         back += 1
         now = len(np.unique(ids[keep]))
-        if w is None and (now >= n_contexts or now in (found, keep.sum())):
+        # Where over all positions a longer window tells no more apart, none ever will.
+        if w is None and (now >= n_contexts or now == keep.sum() or len(windows) == kinds):
             break
-        found = now
+        kinds = len(windows)
     if ids.max(initial=0) >= n_contexts:
         ids = _hash(ids) % n_contexts
     return torch.as_tensor(ids, device=tokens.device), back

@@ -72,7 +72,7 @@ def online_codelength(
     Args:
         X: Features, standardised on what was sent. (n, d)
         y: Class ids. (n,)
-        n_classes: Number of classes, known to both sides; None: one more than the largest id.
+        n_classes: Number of classes, known to both sides, with ids below it; None: the classes that occur.
         groups: Sequence of each row. Sequences are shuffled and sent whole, so that a block never starts
             in the middle of one. None: the rows are sent in the order given. (n,)
         portions: Ascending shares of the rows at which a block ends; the last is 1.
@@ -104,7 +104,9 @@ def online_codelength(
         raise ShapeError(f"y has shape {tuple(y.shape)}; it must be ({len(x)},), one per row")
     if y.is_floating_point() or bool((y < 0).any()):
         raise InputError("y must be class ids from 0; codelengths are defined for classes only")
-    k = int(y.max()) + 1 if n_classes is None else n_classes
+    if n_classes is None:
+        known, y = torch.unique(y, return_inverse=True)
+    k = len(known) if n_classes is None else n_classes
     if len(y.unique()) < 2 or int(y.max()) >= k:
         raise InputError(f"y has {len(y.unique())} classes with ids up to {int(y.max())}; n_classes is {k}")
     shares = [float(p) for p in portions]

@@ -18,7 +18,7 @@ from probelens._numbers import tensor_of
 from probelens.errors import InputError, ShapeError, UnknownHookError, nearest
 from probelens.probing._data import Data
 from probelens.probing._fitting import Fitted, by_position, share
-from probelens.probing._rows import CONTROL, TASK, Recorder, guesses, key
+from probelens.probing._rows import CONTROL, TASK, Recorder, by_group, guesses, key
 from probelens.probing.solver import DEFAULT_CS
 from probelens.probing.splits import FRACTIONS, split_by_group
 from probelens.progress import progress_bar
@@ -292,7 +292,9 @@ def probe(
         groups: What a split must keep together; each sequence by itself if None. Sequences of equal
             tokens are kept together as well. (n,)
         mask: Where labels count; ``acts.mask`` if None. (n, pos)
-        tokens: For the position and last-w-tokens baselines; ``acts.tokens`` if None. (n, pos)
+        tokens: For the position and last-w-tokens baselines; ``acts.tokens`` if None. Give those of all
+            positions where only some were collected: what the last tokens give away is read from them. For
+            (n, d) activations the whole sequences, to keep copies together. (n, pos) or (n, T)
         untrained: The same sites of the same architecture at random initialisation.
         control_task: Also probe labels that are a hash of the last few tokens, as many as make about
             256 contexts, for selectivity.
@@ -310,7 +312,7 @@ def probe(
         progress: Show a progress bar.
 
     Returns:
-        Accuracies on the test sequences with 95 % intervals over these sequences.
+        Accuracies on the test sequences with 95 % intervals over their groups.
 
     Raises:
         ShapeError: Labels, mask or groups that don't fit the activations.
@@ -367,19 +369,21 @@ def _controls(data: Data, seed: int) -> dict[str, Tensor]:
 
     assert data.tokens is not None
     every = {**data.labels, **data.numbers}
-    return {k: control_labels(data.tokens, y, data.mask, seed=seed) for k, y in every.items()}
+    mask = data.spread(data.mask)
+    made = {k: control_labels(data.tokens, data.spread(y), mask, seed=seed) for k, y in every.items()}
+    return {k: y if data.at is None else y[:, data.at] for k, y in made.items()}
 
 
 def _numbers(record: Recorder, other: Mapping[str, Tensor] | None, w: int, splits: Sequence[float]) -> None:
     """Ridge probes of the numeric labels, on the same split as the others."""
-    from probelens.probing.regression import probe_values
+    from probelens.probing.regression import fit_values
 
     data = record.data
 
     def read(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Any:
-        return probe_values(
-            dict(tensors), dict(values), data.groups, mask=data.mask, tokens=data.tokens, w=w, splits=splits,
-            seed=record.seed, n_boot=record.n_boot,
+        return fit_values(
+            dict(tensors), dict(values), data.groups, data.mask, data.tokens, data.at, w=w, splits=splits,
+            seeds=[record.seed], n_boot=record.n_boot,
         )  # fmt: skip
 
     record.numbers(
@@ -415,7 +419,7 @@ def refit_accuracy(
         probe_accuracy, refit_accuracy, refit_mlp_accuracy (None without ``mlp``), the majority
         baseline, and the number of test rows, all on the same test sequences; refit_gap, how much
         less the refitted linear probe reads than the one before, with refit_gap_lo and refit_gap_hi, a
-        95 % interval over test groups, paired (None for a single one); and the refitted linear probe's
+        95 % interval over test groups, paired (None for a single sequence); and the refitted linear probe's
         accuracy at each position. (pos,)
 
     Raises:
@@ -461,13 +465,10 @@ def _gap(before: Tensor, after: Tensor, keep: Tensor, groups: Tensor) -> dict[st
     """What a probe read before and no longer reads after, with its interval over groups."""
     from probelens.stats import ratio_of_means
 
-    lost = (before.double() - after.double()).sum(-1)
-    held, where = groups.unique(return_inverse=True)
-    lost, counted = (
-        torch.zeros(len(held)).double().index_add(0, where, x) for x in (lost, keep.double().sum(-1))
-    )
-    if len(held) < 2:
-        return {"refit_gap": float(lost / counted), "refit_gap_lo": None, "refit_gap_hi": None}
+    lost, counted = by_group(groups, (before.double() - after.double()).sum(-1), keep.double().sum(-1))
+    if len(lost) < 2:
+        gap = float(lost.sum() / counted.sum())
+        return {"refit_gap": gap, "refit_gap_lo": None, "refit_gap_hi": None}
     found = ratio_of_means(lost, counted)
     return {
         "refit_gap": float(found.estimate), "refit_gap_lo": float(found.low), "refit_gap_hi": float(found.high),

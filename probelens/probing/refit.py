@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probelens._chance import slack
 from probelens._modes import exact
 from probelens.probing.mlp import mlp_accuracy
 from probelens.probing.protocol import refit_accuracy
@@ -153,7 +154,8 @@ def refit_check(
         mask: Where labels count. (n, pos)
         groups: What a split keeps together. (n,)
         mlp: Also a small MLP.
-        margin: A probe reads the label when its accuracy is above the baseline by more than this.
+        margin: A probe reads the label when its accuracy is above the baseline by more than this, and by more
+            than a quarter of what is left to read where that is less.
         seed: Of the split.
 
     Returns:
@@ -179,7 +181,7 @@ def refit_check(
         # Position is no memory of the variable: what it gives away alone is not counted as read.
         baseline=max(majority, position),
     )
-    bar = row["baseline"] + margin
+    bar = row["baseline"] + slack(row["baseline"], margin)
     after = [row["refit_accuracy"], row["refit_mlp_accuracy"], row["refit_position_accuracy"]]
     row["readable_after"] = any(found is not None and found > bar for found in after)
     # An ablation adds nothing to what can be read, so what is read after it was there before.

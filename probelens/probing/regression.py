@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from probelens._modes import exact
-from probelens.errors import InputError, ShapeError, UnknownHookError, nearest
+from probelens._numbers import tensor_of
+from probelens.errors import InputError, UnknownHookError, nearest
+from probelens.probing._data import Data
+from probelens.probing._rows import by_group
 from probelens.probing.controls import contexts
 from probelens.probing.factor import Factorised
 from probelens.probing.ridge import ridge_path
@@ -148,9 +151,10 @@ def probe_values(
     Args:
         acts: Activations, a dict of tensors by site, or one tensor. each (n, pos, d) or (n, d)
         values: Numbers, one tensor or a dict by label. each (n, pos) or (n,)
-        groups: What a split must keep together; each sequence by itself if None. (n,)
+        groups: What a split must keep together; each sequence by itself if None. Sequences of equal
+            tokens are kept together as well. (n,)
         mask: Where values count; ``acts.mask`` if None. (n, pos)
-        tokens: For the baseline of the last w tokens. (n, pos)
+        tokens: For the baseline of the last w tokens; ``acts.tokens`` if None, as in `probe`. (n, pos) or (n, T)
         w: Window of that baseline.
         alphas: Penalties to choose from on validation, for standardised features.
         splits: Shares of train, validation and test, of groups.
@@ -160,7 +164,7 @@ def probe_values(
         progress: Show a progress bar.
 
     Returns:
-        R² on the test sequences with 95 % intervals over these sequences. 0 is what guessing the mean of
+        R² on the test sequences with 95 % intervals over their groups. 0 is what guessing the mean of
         the test labels gets; a probe that learned nothing general can fall below it.
 
     Raises:
@@ -175,58 +179,45 @@ def probe_values(
         >>> probe_values(x, 2 * x[..., 3] + 1).r2("activations") > 0.99
         True
     """
-    layers = dict(getattr(acts, "layers", {}))
-    mask = getattr(acts, "mask", None) if mask is None else mask
     if not isinstance(values, (Tensor, Mapping)) or not isinstance(
         getattr(acts, "tensors", acts), (Tensor, Mapping)
     ):
         kinds = f"{type(acts).__name__} and {type(values).__name__}"
         raise InputError(f"give activations and values as tensors, or dicts of them, got {kinds}")
-    sites = {"activations": acts} if isinstance(acts, Tensor) else dict(getattr(acts, "tensors", acts))
-    named = {"label": values} if isinstance(values, Tensor) else {str(k): v for k, v in values.items()}
-    if not sites or not named:
-        raise InputError(f"{len(sites)} sites and {len(named)} labels: give at least one of each")
-    if any(x.ndim not in (2, 3) for x in sites.values()):
-        raise ShapeError(
-            f"activations must be (n, d) or (n, pos, d), got {[tuple(x.shape) for x in sites.values()]}"
-        )
-    flat = all(x.ndim == 2 for x in sites.values())
-    shape = tuple(next(iter(sites.values())).shape[: 1 if flat else 2])
-    keep = torch.ones(shape, dtype=torch.bool) if mask is None else mask.bool().cpu()
-    groups = torch.arange(shape[0]) if groups is None else groups.cpu()
-    for name, found, wanted in [
-        *((f"acts[{k!r}]", tuple(x.shape[: len(shape)]), shape) for k, x in sites.items()),
-        *((f"values[{k!r}]", tuple(v.shape), shape) for k, v in named.items()),
-        *([("tokens", tuple(tokens.shape), shape)] if tokens is not None else []),
-        ("mask", tuple(keep.shape), shape),
-        ("groups", tuple(groups.shape), shape[:1]),
-    ]:
-        if found != wanted:
-            raise ShapeError(f"{name} has shape {found}; it must be {wanted}, as the activations say")
-    if flat:
-        keep = keep[:, None]
-        sites = {k: x[:, None] for k, x in sites.items()}
-        named = {k: v[:, None] for k, v in named.items()}
-        tokens = None if tokens is None else tokens[:, None]
-    if not bool(keep.any()):
-        raise InputError("the mask is False everywhere: no value counts")
-    for k, v in named.items():
-        kept = v.cpu()[keep].double()
-        if not bool(torch.isfinite(kept).all()):
-            raise InputError(
-                f"values[{k!r}] has NaN or infinity where the mask is True; mask these positions"
-            )
-        if bool((kept == kept[0]).all()):
-            raise InputError(f"values[{k!r}] is {float(kept[0])} everywhere: there is nothing to probe")
-    chosen = [seed] if seeds is None else list(seeds)
+    named = {"label": values} if isinstance(values, Tensor) else dict(values)
+    numbers = {str(k): tensor_of(f"values[{k!r}]", v).double() for k, v in named.items()}
+    data = Data.of(acts, numbers, groups, mask, tokens)
+    return fit_values(
+        data.tensors, data.numbers, data.groups, data.mask, data.tokens, data.at, layers=data.layers, w=w, alphas=alphas,
+        splits=splits, seeds=[seed] if seeds is None else list(seeds), n_boot=n_boot, progress=progress,
+    )  # fmt: skip
+
+
+def fit_values(
+    sites: Mapping[str, Tensor],
+    named: Mapping[str, Tensor],
+    groups: Tensor,
+    keep: Tensor,
+    tokens: Tensor | None,
+    at: Tensor | None,
+    *,
+    w: int,
+    splits: Sequence[float],
+    seeds: Sequence[int],
+    n_boot: int,
+    layers: Mapping[str, int] | None = None,
+    alphas: Sequence[float] = DEFAULT_ALPHAS,
+    progress: bool = False,
+) -> ValueProbeResult:
+    """As `probe_values`, of arguments that were checked and brought into one shape."""
     out = ValueProbeResult([], {}, {})
-    with progress_bar(len(chosen) * len(sites), "probes", progress) as bar:
-        for s in chosen:
+    with progress_bar(len(seeds) * len(sites), "probes", progress) as bar:
+        for s in seeds:
             split = split_by_group(groups, splits, s)
-            beside = {k: _baselines(v.cpu().double(), keep, split, tokens, w) for k, v in named.items()}
+            beside = {k: _baselines(v.double(), keep, split, tokens, at, w) for k, v in named.items()}
             for site, x in sites.items():
-                about = {"site": site, "layer": layers.get(site), "seed": s}
-                _site(out, about, x, named, keep, split, alphas, beside, n_boot)
+                about = {"site": site, "layer": (layers or {}).get(site), "seed": s}
+                _site(out, about, x, named, keep, split, groups, alphas, beside, n_boot)
                 bar.update(1)
     return out
 
@@ -238,6 +229,7 @@ def _site(
     named: Mapping[str, Tensor],
     keep: Tensor,
     split: Split,
+    groups: Tensor,
     alphas: Sequence[float],
     beside: Mapping[str, dict[str, float]],
     n_boot: int,
@@ -257,7 +249,9 @@ def _site(
     for j, label in enumerate(named):
         fit = fits[best[j]]
         guess = fit.predict(parts[2].double())[:, j]
-        r2, low, high = _r2(guess.cpu(), truth[2][:, j].cpu(), keep[split.test], n_boot, about["seed"])
+        r2, low, high = _r2(
+            guess.cpu(), truth[2][:, j].cpu(), keep[split.test], groups[split.test], n_boot, about["seed"]
+        )
         row = {
             "site": about["site"], "layer": about["layer"], "label": label, "seed": about["seed"],
             "r2": r2, "lo": low, "hi": high, "alpha": fit.alpha,
@@ -268,38 +262,46 @@ def _site(
         out.intercepts[_key(row)] = fit.intercept[j].float().cpu()
 
 
-def _r2(guess: Tensor, truth: Tensor, keep: Tensor, n_boot: int, seed: int) -> tuple[float, float, float]:
-    """R² and its interval over sequences."""
+def _r2(
+    guess: Tensor, truth: Tensor, keep: Tensor, groups: Tensor, n_boot: int, seed: int
+) -> tuple[float, float, float]:
+    """R² and its interval over groups."""
     from probelens.stats import ratio_of_means
 
-    def per_sequence(error: Tensor) -> Tensor:
+    def per_sequence(values: Tensor) -> Tensor:
         table = torch.zeros(keep.shape, dtype=torch.float64)
-        table[keep] = error
-        return table.sum(1)[keep.any(1)]
+        table[keep] = values
+        return table.sum(1)
 
     wrong, spread = per_sequence((guess - truth).square()), per_sequence((truth - truth.mean()).square())
     if not bool(spread.sum() > 0):
         raise InputError("all test values are equal, so R² is undefined. Give more sequences.")
+    wrong, spread, _ = by_group(groups, wrong, spread, keep.double().sum(1))
     found = ratio_of_means(wrong[None], spread[None], n_draws=n_boot, seed=seed)
     return 1 - float(found.estimate), 1 - float(found.high), 1 - float(found.low)
 
 
-def _baselines(values: Tensor, keep: Tensor, split: Split, tokens: Tensor | None, w: int) -> dict[str, float]:
-    """R² of the mean at each position and, with tokens, of the mean after each window of the last w."""
-    keys = {"position": torch.arange(keep.shape[1]).expand(keep.shape)}
-    if tokens is not None:
-        keys["last_w"] = contexts(tokens.cpu(), n_contexts=1 << 40, w=w)[0]
+def _baselines(
+    values: Tensor, keep: Tensor, split: Split, tokens: Tensor | None, at: Tensor | None, w: int
+) -> dict[str, float]:
+    """R² of the mean at each position and, with tokens, of the mean after the longest window of the last w that training has."""
     train, test = keep[split.train], keep[split.test]
     y, truth = values[split.train][train], values[split.test][test]
     spread = (truth - truth.mean()).square().sum()
+    keys = {"position": [torch.arange(keep.shape[1]).expand(keep.shape)]}
+    if tokens is not None:
+        windows = [contexts(tokens, n_contexts=1 << 40, w=back)[0] for back in range(1, w + 1)]
+        keys["last_w"] = [ids if at is None else ids[:, at] for ids in windows]
     out = {}
-    for name, key in keys.items():
-        size = int(key.max()) + 1
-        at = key[split.train][train]
-        total = torch.zeros(size, dtype=torch.float64).index_add_(0, at, y)
-        count = torch.bincount(at, minlength=size).double()
-        mean = torch.where(count > 0, total / count.clamp(min=1), y.mean())
-        out[name] = float(1 - (mean[key[split.test][test]] - truth).square().sum() / spread)
+    for name, shorter_first in keys.items():
+        guess = y.mean().expand(len(truth))
+        for ids in shorter_first:
+            size = int(ids.max()) + 1
+            seen, asked = ids[split.train][train], ids[split.test][test]
+            count = torch.bincount(seen, minlength=size).double()
+            mean = torch.zeros(size, dtype=torch.float64).index_add_(0, seen, y) / count.clamp(min=1)
+            guess = torch.where(count[asked] > 0, mean[asked], guess)
+        out[name] = float(1 - (guess - truth).square().sum() / spread)
     return out
 
 

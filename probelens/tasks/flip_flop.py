@@ -131,7 +131,7 @@ class FlipFlop(Task):
             elif read_pos is not None and (read_pos - self.bos) % 2:
                 raise InputError(
                     f"read_pos={read_pos} holds a bit; 'recall' is read at an instruction, every second "
-                    f"position from {self.bos}. Use {read_pos - 1} or {read_pos + 1}."
+                    f"position from {int(self.bos)}. Use {read_pos - 1} or {read_pos + 1}."
                 )
         return self._make_pairs(n, length, seed, label, read_pos)
 
