@@ -30,6 +30,7 @@ __all__ = [
     "check_finite",
     "draw",
     "label_of",
+    "per_sequence",
     "run",
     "score",
 ]
@@ -215,6 +216,22 @@ def reader(batch: Any, metric: Metric, target: str) -> Read:
     return Read(_metric(metric, target), None, data)
 
 
+def per_sequence(values: Tensor, scored: Tensor) -> Tensor:
+    """The mean over each sequence's scored positions, of the sequences that have any.
+
+    Args:
+        values: (..., example, pos)
+        scored: Where to count. (example, pos)
+
+    Returns:
+        (..., scored example) float64
+    """
+    keep = scored.any(1)
+    if not bool(keep.any()):
+        raise InputError(NOTHING_SCORED)
+    return ((values.double() * scored).sum(-1) / scored.sum(-1).clamp_min(1))[..., keep]
+
+
 def score(
     rows: list[dict[str, Any]], runs: Runs, scored: Tensor, chance: float | None, seed: int
 ) -> tuple[Tensor, Tensor]:
@@ -233,12 +250,7 @@ def score(
     """
     from probelens.stats import hierarchical_bootstrap
 
-    keep = scored.any(1)
-    if not bool(keep.any()):
-        raise InputError(NOTHING_SCORED)
-    weight = scored.double() / scored.double().sum(1, keepdim=True).clamp_min(1)
-    values = (runs.values.double() * weight).sum(-1)[:, keep]
-    clean = (runs.clean.double() * weight).sum(-1)[keep]
+    values, clean = per_sequence(runs.values, scored), per_sequence(runs.clean, scored)
     # One bootstrap over examples for every row at once: the examples are the same in all of them.
     found = hierarchical_bootstrap((clean - values).T[None], seed=seed, n_draws=1000)
     room = clean.mean().item() - (chance if chance is not None else 0.0)
@@ -288,14 +300,20 @@ def _effects(
 
 
 def accuracy_chance(batch: Any, target: str, metric: Metric, scored: Tensor | None = None) -> float | None:
-    """What always guessing the most frequent answer gets; None for a metric that is no accuracy."""
+    """What always giving one answer gets at best, as ``score`` counts; None for a metric that is no accuracy.
+
+    Sequences count alike however many positions they have, as in the accuracy it is compared with.
+    """
     if metric != "accuracy":
         return None
-    labels = batch.labels[target][batch.mask if scored is None else scored]
-    if not labels.numel():
+    scored = (batch.mask if scored is None else scored).cpu()
+    if not bool(scored.any()):
         raise InputError(NOTHING_SCORED)
-    counts = torch.bincount(labels)
-    return (counts.max() / counts.sum()).item()
+    rows, _ = scored.nonzero(as_tuple=True)
+    # Counted before it is divided, so that a single class is exactly 1.
+    pairs, counts = torch.stack([rows, batch.labels[target].cpu()[scored]]).unique(dim=1, return_counts=True)
+    by_class = torch.bincount(pairs[1], weights=counts.double() / scored.sum(1)[pairs[0]])
+    return (by_class.max() / scored.any(1).sum()).item()
 
 
 def remove(space: Subspace | Eraser, alpha: float = 1.0) -> Callable[[Tensor], Tensor]:

@@ -56,7 +56,7 @@ class AblationResult(Result):
         label: The variable whose subspace was ablated.
         target: The label that the model's answer is compared with, or "".
         metric: Name of the metric.
-        chance: What the metric gets by guessing.
+        chance: What one answer given everywhere gets at best; sequences count alike, as in ``clean``.
         path: How the engine ran: "resume", "skip" or "full"; see ``sweep``.
         refit_by_position: Accuracy of the refitted linear probe at each position. (target, pos)
         extra: What the caller wants to keep with the result; saved and loaded with it.

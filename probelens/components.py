@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from probelens._ablating import Metric, Runs, accuracy_chance, label_of, reader, score, scored_positions
+from probelens._ablating import (
+    Metric,
+    Runs,
+    accuracy_chance,
+    label_of,
+    per_sequence,
+    reader,
+    score,
+    scored_positions,
+)
 from probelens._modes import exact
 from probelens.collect import collect
 from probelens.errors import InputError
@@ -39,12 +48,12 @@ class ComponentResult(Result):
 
     Args:
         rows: One a component and way: site, layer, head (None for all), how, value, clean, drop
-            (clean − value), lo, hi, damage, draws, draw_sd (spread of the value over draws).
+            (clean − value), lo, hi, damage, draws, draw_sd (standard deviation of the value over draws).
         values: The metric of each example under each row, averaged over draws. (row, example)
         clean: The metric of each example without ablation. (example,)
         target: The label that the model's answer is compared with.
         metric: Name of the metric.
-        chance: What the metric gets by guessing.
+        chance: What one answer given everywhere gets at best; sequences count alike, as in ``clean``.
         path: How the engine ran: "resume", "skip" or "full"; see ``sweep``.
         extra: What the caller wants to keep with the result; saved and loaded with it.
     """
@@ -178,7 +187,7 @@ def ablate_component(
     scored = scored_positions(batch, metric)
     split = found.values.double().split([row["draws"] for row in rows])
     for row, values in zip(rows, split, strict=True):
-        each = (values * scored).sum((1, 2)) / scored.sum()
+        each = per_sequence(values, scored).mean(1)
         row["draw_sd"] = each.std().item() if len(each) > 1 else None
     runs = Runs(torch.stack([v.mean(0) for v in split]), found.base, scored, found.path)
     return result_of(rows, runs, batch, known, metric, seed)

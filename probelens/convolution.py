@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from probelens._ablating import Metric, Runs, label_of, reader, scored_positions
+from probelens._ablating import Metric, Runs, label_of, per_sequence, reader, scored_positions
 from probelens.collect import collect
 from probelens.components import ComponentResult, donor_rows, position_means, replacement, result_of
 from probelens.errors import InputError, UnknownHookError
@@ -103,7 +103,7 @@ def ablate_convolution(
                 with model.edit_weights(kept):
                     run = sweep(model, batch.tokens, conditions, read, **shared)
                 found = (run.values if conditions else run.base[None]).double()
-                each = (found * scored).sum((1, 2)) / scored.sum()
+                each = per_sequence(found, scored).mean(1)
                 rows.append(
                     {
                         "site": " + ".join(_name(layer) for layer in group),

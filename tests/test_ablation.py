@@ -135,6 +135,33 @@ def test_values_are_means_over_the_positions_of_each_example() -> None:
     assert got.clean.shape == (60,)
 
 
+def test_chance_is_on_the_scale_of_the_accuracy_where_sequences_have_unequal_lengths() -> None:
+    """Half of the sequences have one position and answer 0, the others five of answer 1: guessing gets a half."""
+    model, _ = known()
+    answer = torch.tensor([0] * 20 + [1] * 20)
+    tokens = (torch.arange(40)[:, None] * 4 % 64 + answer[:, None]).expand(40, LENGTH).contiguous()
+    batch = pl.Batch(tokens, {"answer": tokens & 3}, torch.ones(40, LENGTH, dtype=torch.bool))
+    batch.mask[:20, 1:] = False
+    pooled = 20 * LENGTH / (20 * LENGTH + 20)
+    site = "blocks.0.hook_resid_post"
+    # Along axis 0 the answers 0 and 1 tie, and argmax takes 0: what is left is to guess.
+    got = pl.ablate(model, batch, {site: axes(0)}, label="answer", controls=0, refit=False)
+    row = target(got)
+    assert (row["clean"], row["value"]) == (1.0, 0.5)
+    assert row["chance"] == got.chance == 0.5
+    assert row["damage"] == 1.0
+    assert pooled > 1 - 0.2, "pooled over positions this would be called a floor"
+    assert row["verdict"] != "floor"
+    # The control: of equal lengths the two are one.
+    full = pl.Batch(tokens[10:], {"answer": tokens[10:] & 3})
+    row = target(pl.ablate(model, full, {site: axes(0)}, label="answer", controls=0, refit=False))
+    assert row["chance"] == pytest.approx(2 / 3)
+    assert row["damage"] == pytest.approx((2 / 3) / (1 / 3))
+    one = pl.Batch(tokens[20:], {"answer": tokens[20:] & 3}, batch.mask[20:])
+    row = target(pl.ablate(model, one, {site: axes(0)}, label="answer", controls=0, refit=False))
+    assert (row["chance"], row["damage"]) == (1.0, None)
+
+
 @pytest.mark.parametrize("rank", [1, 3])
 def test_controls_are_matched_in_rank_and_variance_within_one_per_cent(
     rank: int, monkeypatch: pytest.MonkeyPatch

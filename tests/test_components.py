@@ -161,6 +161,26 @@ def test_resamples_and_means_may_come_from_other_sequences() -> None:
         pl.ablate_component(model, batch, site, "mean", source=pl.Batch(zoo.tokens(4, 5)))
 
 
+def test_the_spread_over_draws_is_that_of_the_values_where_lengths_are_unequal() -> None:
+    mask = torch.ones(N, LENGTH, dtype=torch.bool)
+    mask[: N // 2, 2:] = False
+    model, batch = answered("mamba", mask=mask)
+    components = {"sites": "blocks.1.hook_mixer_out", "how": "resample"}
+    found = [
+        pl.ablate_component(model, batch, **components, metric=probability, draws=1, seed=0),  # type: ignore[arg-type]
+        pl.ablate_component(model, batch, **components, metric=probability, draws=2, seed=0),  # type: ignore[arg-type]
+    ]
+    # The mean of two and one of them give the other.
+    first, both = (result.rows[0]["value"] for result in found)
+    spread = abs(first - (2 * both - first)) / 2**0.5
+    assert found[1].rows[0]["draw_sd"] == pytest.approx(spread, rel=1e-4)
+    assert spread > 1e-3
+    conv = pl.ablate_convolution(model, batch, "resample_past", metric=probability, draws=2)
+    once = pl.ablate_convolution(model, batch, "resample_past", metric=probability, draws=1)
+    first, both = once.rows[0]["value"], conv.rows[0]["value"]
+    assert conv.rows[0]["draw_sd"] == pytest.approx(abs(2 * (first - both)) / 2**0.5, rel=1e-4)
+
+
 def test_errors_and_results(tmp_path: Path) -> None:
     model, batch = answered("neox")
     with pytest.raises(pl.UnknownHookError, match="Nearest"):
