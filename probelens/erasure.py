@@ -270,6 +270,9 @@ class LeaceFitter:
         # tolerance on them means the same for every scale of x and every class balance.
         u, s, _ = torch.linalg.svd(white.mT @ self.cross_covariance @ root_z, full_matrices=False)
         keep = s > self.tol
+        if unwhite.shape[1] < len(unwhite):
+            # Σ lost rank: a new row's part off its support carries nothing of the label, and must not be read.
+            white = _pseudo_inverse(unwhite)
         return Eraser(
             left=(unwhite @ u[:, keep]).contiguous(),
             right=(white @ u[:, keep]).mT.contiguous(),
@@ -361,7 +364,8 @@ def _whitening(covariance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     """Factors A, B with Aᵀ Σ A = I and A Bᵀ the identity on the support of Σ.
 
     Eigenvalues are those of the correlations: a feature of huge scale, which residual streams have,
-    then can't push small ones under the floor. LEACE doesn't depend on the scale of features.
+    then can't push small ones under the floor. LEACE doesn't depend on the scale of features, but where Σ lost rank:
+    A then reads what lies off the support too, where the pseudo-inverse of B doesn't.
     """
     scale = covariance.diagonal().clamp(min=0).sqrt()
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
@@ -369,6 +373,12 @@ def _whitening(covariance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     keep = values > values[-1].clamp(min=0) * floor
     root = values[keep].sqrt()
     return vectors[:, keep] / root / scale[:, None], vectors[:, keep] * root * scale[:, None]
+
+
+def _pseudo_inverse(tall: Tensor) -> Tensor:
+    """Transposed, of a matrix of full column rank: zero on everything orthogonal to its columns. (d, r)"""
+    q, r = torch.linalg.qr(tall)
+    return torch.linalg.solve_triangular(r, q.mT, upper=True).mT
 
 
 def _pad(t: Tensor, k: int) -> Tensor:

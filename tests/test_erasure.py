@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import probelens as pl
-from probelens.erasure import Eraser, LeaceFitter, leace
+from probelens.erasure import Eraser, LeaceFitter, _whitening, leace
 from probelens.errors import InputError, ShapeError, StoreError
 
 
@@ -82,6 +82,28 @@ def test_agrees_with_concept_erasure_once_its_defaults_are_tightened(n_classes):
     ours = leace(x, y)(x)
     tight = reference(shrinkage=False, svd_tol=1e-12, constrain_cov_trace=False)
     assert float((ours - tight).abs().max() / x.std()) < 1e-5
+
+
+def test_rows_off_the_support_of_the_covariance_agree_with_concept_erasure_too():
+    from concept_erasure import LeaceFitter as Reference
+
+    gen = torch.Generator().manual_seed(0)
+    y = torch.randint(4, (500,), generator=gen)
+    z = torch.nn.functional.one_hot(y, 4).double()
+    plane = torch.randn(6, 12, generator=gen).double() * torch.logspace(0, 3, 12).double()
+    x = (torch.randn(500, 6, generator=gen).double() + torch.nn.functional.one_hot(y, 6)) @ plane
+    options = {"shrinkage": False, "svd_tol": 1e-12, "constrain_cov_trace": False, "dtype": torch.float64}
+    reference = Reference(12, 4, **options).update(x, z).eraser
+    fitter = LeaceFitter().update(x, y)
+    assert spread(fitter.eraser(x), y) < 1e-9
+    torch.testing.assert_close(fitter.eraser(x), reference(x), rtol=0, atol=1e-6)
+    off = x + 10 * torch.randn(500, 12, generator=gen).double()
+    torch.testing.assert_close(fitter.eraser(off), reference(off), rtol=0, atol=1e-6)
+    # Control: whitening in the scale of the features reads the part off the support, which says nothing of the label.
+    white, unwhite = _whitening(fitter.covariance, 1e-12)
+    u = torch.linalg.svd(white.mT @ fitter.cross_covariance, full_matrices=False).U[:, :3]
+    leaky = off - (off - x.mean(0)) @ white @ u @ u.mT @ unwhite.mT
+    assert float((leaky - reference(off)).norm(dim=1).mean()) > 10
 
 
 def test_defaults_of_the_reference_leave_a_residue_that_a_probe_finds_and_ours_do_not():
