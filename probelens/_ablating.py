@@ -38,6 +38,8 @@ __all__ = [
 Metric = Literal["accuracy", "next_token_loss"] | Callable[..., Tensor]
 Control = Literal["random", "random_matched", "pca"]
 CONTROLS: tuple[Control, ...] = ("random", "random_matched", "pca")
+# The sign of clean − ablated where the ablation hurts; of a metric of the caller's own it isn't known.
+COST = {"accuracy": 1, "next_token_loss": -1}
 NOTHING_SCORED = "no position is scored: the mask is False everywhere, or the sequences are too short"
 
 
@@ -233,7 +235,7 @@ def per_sequence(values: Tensor, scored: Tensor) -> Tensor:
 
 
 def score(
-    rows: list[dict[str, Any]], runs: Runs, scored: Tensor, chance: float | None, seed: int
+    rows: list[dict[str, Any]], runs: Runs, scored: Tensor, chance: float | None, seed: int, metric: Metric
 ) -> tuple[Tensor, Tensor]:
     """Write value, drop, its interval, damage and, on targets, the effect into the rows.
 
@@ -243,6 +245,7 @@ def score(
         scored: Where to count. (example, pos)
         chance: What guessing gets, for an accuracy.
         seed: Of the intervals.
+        metric: What was measured, to know in which direction it drops when something is lost.
 
     Returns:
         The metric of each example that counts, under each row and without ablation: (row, example)
@@ -261,14 +264,22 @@ def score(
             value=values[i].mean().item(), clean=clean.mean().item(), drop=drop, lo=found.low[i].item(),
             hi=found.high[i].item(), damage=drop / room if chance is not None and room > 0 else None,
         )  # fmt: skip
-    _effects(rows, values, clean, chance, seed)
+    _effects(rows, values, clean, chance, seed, COST.get(metric) if isinstance(metric, str) else None)
     return values, clean
 
 
 def _effects(
-    rows: list[dict[str, Any]], values: Tensor, clean: Tensor, chance: float | None, seed: int
+    rows: list[dict[str, Any]],
+    values: Tensor,
+    clean: Tensor,
+    chance: float | None,
+    seed: int,
+    cost: int | None,
 ) -> None:
-    """N = D of the subspace − mean D of the controls that remove equal variance, paired over examples."""
+    """N = D of the subspace − mean D of the controls that remove equal variance, paired over examples.
+
+    ``cost`` is the sign of a drop that hurts; None where it isn't known.
+    """
     from probelens.stats import ratio_of_means
 
     for i, row in enumerate(rows):
@@ -290,11 +301,16 @@ def _effects(
                 found = ratio_of_means(
                     (values[mine].mean(0) - values[i])[None], room[None], seed=seed, n_draws=1000
                 )
+                p = None
+                if cost is not None:
+                    p = (1 + sum(cost * rows[j]["drop"] >= cost * row["drop"] for j in mine)) / (
+                        1 + len(mine)
+                    )
                 row.update(
                     effect=found.estimate.item(), effect_lo=found.low.item(), effect_hi=found.high.item(),
                     effect_against=kind,
                     # The interval is over examples; how much control draws differ is asked apart.
-                    effect_p=(1 + sum(rows[j]["drop"] >= row["drop"] for j in mine)) / (1 + len(mine)),
+                    effect_p=p,
                 )  # fmt: skip
                 break
 

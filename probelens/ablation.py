@@ -42,7 +42,7 @@ class AblationResult(Result):
             "random_matched", "pca"), draw, rank, alpha, chance, value, clean, drop (clean − value), lo,
             hi, damage; on targets also effect, effect_lo, effect_hi, effect_against (the control that
             it is measured from), effect_p (share of its draws that cost as much, the subspace
-            counted among them), damage_random, damage_random_matched, damage_pca (means over the
+            counted among them; None for a metric of your own, where it isn't known which way costs), damage_random, damage_random_matched, damage_pca (means over the
             draws), control_overlap (share of the subspace that the matched controls share),
             control_problem (why there are none, or None), verdict, and of the refit: probe_accuracy, refit_accuracy, refit_gap (the
             one less the other) with refit_gap_lo and refit_gap_hi (paired, over test groups), refit_mlp_accuracy,
@@ -190,7 +190,7 @@ def ablate(
     runs = run(model, batch, drawn, metric, target, alpha, batch_size, progress, memory)
     chance = accuracy_chance(batch, target, metric)
     rows = [{**d.about, "alpha": float(alpha)} for d in drawn]
-    values, clean = score(rows, runs, runs.scored, chance, seed)
+    values, clean = score(rows, runs, runs.scored, chance, seed, metric)
     refits = _refits(rows, spaces, acts, batch, label, alpha, mlp, seed) if refit else None
     _verdicts(rows, model, clean.mean().item(), chance)
     count = runs.scored.double().sum(0).clamp_min(1)

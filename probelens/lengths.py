@@ -147,7 +147,7 @@ def length_transfer(
                     continue
                 chance = accuracy_chance(batch, target, "accuracy", scored)
                 some = [{"length": length, "span": span, **d.about, "alpha": 1.0} for d in drawn]
-                _, clean = score(some, runs, scored, chance, seed)
+                _, clean = score(some, runs, scored, chance, seed, "accuracy")
                 assert chance is not None
                 for row in some:
                     row.update(floor=clean.mean().item() < chance + FLOOR)

@@ -445,6 +445,7 @@ def test_a_loss_rises_and_has_no_damage_but_an_effect_in_nats() -> None:
     assert row["chance"] is None
     matched = [r["drop"] for r in got.rows if r["condition"] == "random_matched"]
     assert row["effect"] == pytest.approx(row["drop"] - sum(matched) / 4, abs=1e-6)  # type: ignore[operator]
+    assert row["effect_p"] == (1 + sum(drop <= row["drop"] for drop in matched)) / 5  # type: ignore[operator]
     with torch.no_grad():
         every = nn.functional.cross_entropy(
             model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
@@ -452,6 +453,32 @@ def test_a_loss_rises_and_has_no_damage_but_an_effect_in_nats() -> None:
     real = mask[:, 1:]
     want = (every.view(12, 6) * real).sum(1) / real.sum(1)
     torch.testing.assert_close(got.clean, want)
+
+
+def test_effect_p_is_small_where_the_subspace_costs_most_in_either_direction_of_the_metric() -> None:
+    """Answers are the next tokens' bits; along axes 0 and 1 they are read, along 6 and 7 nothing is."""
+    model, batch = known()
+    site, kw = "blocks.0.hook_resid_post", {"label": "answer", "refit": False, "kinds": ["random"]}
+    tokens = batch.tokens & 3
+    batch = pl.Batch(
+        tokens[:, :1].expand_as(tokens).contiguous(), {"answer": tokens[:, :1].expand_as(tokens)}
+    )
+
+    def right(logits: Tensor, answer: Tensor, **rest: Tensor) -> Tensor:
+        return (logits.argmax(-1) == answer).float()
+
+    for metric in ("next_token_loss", "accuracy", right):
+        read, idle = (
+            target(pl.ablate(model, batch, {site: axes(*which)}, metric, controls=20, **kw))  # type: ignore[arg-type]
+            for which in ((0, 1), (6, 7))
+        )
+        assert idle["drop"] == 0 != read["drop"]
+        if callable(metric):
+            assert read["effect_p"] is idle["effect_p"] is None
+            assert read["effect"] > 0.2  # type: ignore[operator]
+        else:
+            assert read["effect_p"] == 1 / 21, metric
+            assert idle["effect_p"] == 1, metric
 
 
 def test_a_metric_of_ones_own_gets_the_labels_and_must_return_a_value_a_position() -> None:
