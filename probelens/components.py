@@ -141,7 +141,8 @@ def ablate_component(
     Raises:
         UnknownHookError: A site that the model doesn't have.
         InputError: An unknown way, heads at a site without them, a site whose first axes aren't
-            (batch, pos), a single example to resample from, or no example that is long enough.
+            (batch, pos), a single example to resample from, no example that is long enough, or for "mean" none
+            that is real at a position of the batch.
 
     Source:
         Heimersheim and Nanda 2024, arXiv 2404.15255, section 3 (zero, mean, resample).
@@ -176,7 +177,7 @@ def ablate_component(
             rows.append(_about(group, way, model, draws if way == "resample" else 1))
             for i in range(rows[-1]["draws"]):
                 edits = [
-                    replacement(p, h, _value(way, acts.get(p.name), source, donors, i), batch.mask)
+                    replacement(p, h, _value(way, acts.get(p.name), batch, source, donors, i), batch.mask)
                     for p, h in group
                 ]
                 conditions.append(Condition((len(rows), i), tuple(edits)))
@@ -198,7 +199,7 @@ def result_of(
 ) -> ComponentResult:
     """Score the rows of a component ablation."""
     chance = accuracy_chance(batch, target, metric)
-    values, clean = score(rows, runs, runs.scored, chance, seed, metric)
+    values, clean = score(rows, runs, runs.scored, chance, seed)
     name = metric if isinstance(metric, str) else getattr(metric, "__name__", "custom")
     return ComponentResult(rows, values.float(), clean.float(), target, name, chance or 0.0, runs.path)
 
@@ -241,19 +242,45 @@ def _heads(point: HookPoint, heads: Any, acts: Tensor | None) -> list[int | None
     return [h % n for h in wanted]
 
 
-def _value(way: str, acts: Tensor | None, source: Any, donors: Sequence[Tensor], draw: int) -> Tensor | None:
+def _value(
+    way: str, acts: Tensor | None, batch: Any, source: Any, donors: Sequence[Tensor], draw: int
+) -> Tensor | None:
     """What is put in: None for zeros, (1, pos, ...) for means, (example, pos, ...) for other examples'."""
     if way == "zero" or acts is None:
         return None
     if way == "resample":
         return acts[donors[draw]]
-    return position_means(acts, source.mask)
+    return position_means(acts, source.mask, batch.mask)
 
 
-def position_means(acts: Tensor, mask: Tensor) -> Tensor:
-    """Means over the examples that are real at each position. (example, pos, ...) -> (1, pos, ...)"""
-    weight = mask.to(acts.dtype).reshape(*mask.shape, *[1] * (acts.ndim - 2))
-    return (acts * weight).sum(0, keepdim=True) / weight.sum(0, keepdim=True).clamp_min(1)
+def position_means(acts: Tensor, mask: Tensor, wanted: Tensor) -> Tensor:
+    """Means over the examples that are real at each position, summed in float64.
+
+    Args:
+        acts: Activations. (example, pos, ...)
+        mask: True where an example is real. (example, pos)
+        wanted: True where the means will stand in. (row, pos)
+
+    Returns:
+        Zeros where no example is real. (1, pos, ...), float32 at least
+
+    Raises:
+        InputError: No example is real at a position where one is wanted.
+    """
+    mask = mask.to(acts.device)
+    count = mask.sum(0, keepdim=True)
+    lacking = (wanted.any(0).to(count.device) & (count[0] == 0)).nonzero().flatten().tolist()
+    if lacking:
+        raise InputError(
+            f"means are taken position by position, and no example of the source is real at position {lacking[0]}"
+            f"{f' and {len(lacking) - 1} more' if len(lacking) > 1 else ''}, where the batch is. Give a source with "
+            "examples that are as long, or leave these positions out of the batch's mask."
+        )
+    shape = [1] * (acts.ndim - 2)
+    # Sums in half precision overflow, and lose the small terms.
+    real = acts if bool(mask.all()) else acts.masked_fill(~mask.reshape(*mask.shape, *shape), 0)
+    total = real.sum(0, keepdim=True, dtype=torch.float64) / count.clamp_min(1).reshape(1, -1, *shape)
+    return total.to(torch.promote_types(acts.dtype, torch.float32))
 
 
 @exact

@@ -151,7 +151,7 @@ def _plan(
         means: dict[str, Tensor] = {}
         if way == "mean":
             acts = _collected(model, batch, names, batch_size)
-            means = {name: position_means(x, batch.mask) for name, x in acts.items()}
+            means = {name: position_means(x, batch.mask, batch.mask) for name, x in acts.items()}
         edits = [replacement(model.point(name), None, means.get(name), batch.mask) for name in names]
         return {}, [Condition((way,), tuple(edits))]
     kept = _weights(model, group, delta=way == "delta")

@@ -12,7 +12,7 @@ from torch import Tensor
 import probelens as pl
 from probelens._resume import distrust, resumer_of
 from probelens.collect import collect
-from probelens.components import donor_rows
+from probelens.components import donor_rows, position_means
 from probelens.convolution import VARIANTS
 from probelens.examples import planted
 
@@ -298,3 +298,42 @@ def test_convolutions_in_long_sequences_equal_whole_runs(family: str, layers: st
     assert resumer_of(plain) is None
     torch.testing.assert_close(got.values, want.values)
     assert all(row["drop"] > 0 for row in got.rows)
+
+
+def test_means_need_an_example_that_is_real_where_the_batch_is() -> None:
+    mask = torch.ones(N, LENGTH, dtype=torch.bool)
+    model, batch = answered("lstm", mask=mask)
+    short = mask.clone()
+    short[:, -2:] = False
+    source = pl.Batch(zoo.tokens(N, LENGTH, 5), batch.labels, short)
+    site = "blocks.1.hook_resid_post"
+    for how in ("mean", "resample"):
+        with pytest.raises(pl.ProbelensError, match="as long"):
+            pl.ablate_component(model, batch, site, how, source=source)  # type: ignore[arg-type]
+    with pytest.raises(pl.ProbelensError, match="at position 5 and 1 more"):
+        pl.ablate_component(model, batch, site, "mean", source=source)
+    fits = pl.Batch(batch.tokens, batch.labels, short)
+    x = collect(model, source, site)[site]
+    got = pl.ablate_component(model, fits, site, "mean", probability, source=source)
+    new = x.mean(0).expand_as(x)
+    with torch.no_grad():
+        logits = model.run_with_hooks(
+            batch.tokens, [(site, lambda t, hook: torch.where(short[..., None], new, t))]
+        )
+    wanted = (probability(logits, batch.labels["answer"]) * short).sum(1) / short.sum(1)
+    torch.testing.assert_close(got.values[0], wanted, msg="where the source is real, its mean is put in")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_means_of_half_precision_are_summed_in_full(dtype: torch.dtype) -> None:
+    acts = (torch.randn(2000, 2, 3, generator=torch.Generator().manual_seed(0)) + 60).to(dtype)
+    mask = torch.ones(2000, 2, dtype=torch.bool)
+    mask[::2, 1] = False
+    exact = acts.double()
+    got = position_means(acts, mask, mask)
+    torch.testing.assert_close(got[0, 0], exact[:, 0].mean(0).float())
+    torch.testing.assert_close(got[0, 1], exact[1::2, 1].mean(0).float())
+    own = (acts * mask[..., None]).sum(0)[0] / 2000
+    assert not torch.allclose(own.float(), got[0, 0], rtol=1e-4), (
+        "what the model's own dtype makes of the sum"
+    )
