@@ -87,6 +87,20 @@ class GenericHF(HFTransformer):
         ]
         return _mamba.quick(self, [path for path in mixers if _has_inside(self.module.get_submodule(path))])
 
+    # -- models whose residual stream is more than a sum --------------------------------------------------------
+
+    def renormed(self, layer: int) -> bool:
+        return isinstance(getattr(self.module.get_submodule(self.blocks[layer]), "pre_ln", None), nn.Module)
+
+    def unsummed(self, layer: int) -> str | None:
+        every = getattr(self.config, "rescale_every", 0)
+        if not every or layer < every or self.module.training:
+            return None
+        return (
+            f"this {type(self.module).__name__} halves its residual stream after every {every} blocks "
+            f"(config.rescale_every). Decompose up to a layer under {every}, or load it with rescale_every=0"
+        )
+
     # -- models whose blocks see more than the residual ----------------------------------------------------
 
     def rereads(self, layer: int) -> bool:

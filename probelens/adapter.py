@@ -225,6 +225,28 @@ class Adapter:
         """
         return None
 
+    def renormed(self, layer: int) -> bool:
+        """Whether a block begins with a norm of the residual stream itself, not of what it reads from it.
+
+        Args:
+            layer: Number of the block.
+
+        Returns:
+            False in the base class.
+        """
+        return False
+
+    def unsummed(self, layer: int) -> str | None:
+        """Why what the blocks before ``layer`` add doesn't sum to the residual stream, or None.
+
+        Args:
+            layer: Number of a block; the number of blocks for all.
+
+        Returns:
+            One sentence for the user, or None where it sums.
+        """
+        return None
+
     def find(self, name: str) -> HookPoint | None:
         """A point that isn't advertised but can be hooked under a name of the backend's own, or None.
 

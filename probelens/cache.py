@@ -376,13 +376,15 @@ class ActivationCache(Mapping[str, Tensor]):
             apply_ln: Not here: it needs the cached scales of TransformerLens' own norms.
             pos_slice: Positions to keep.
             incl_embeds: Also the embedding, and what else enters block 0 (position embeddings).
-            return_labels: Also names such as ``"embed"``, ``"3_attn_out"`` and ``"3_mixer_out"``.
+            return_labels: Also names such as ``"embed"``, ``"3_attn_out"`` and ``"3_mixer_out"``, both where
+                the two stand side by side; ``"0_pre_ln"`` is what RWKV's first norm makes of the embedding.
 
         Returns:
             (component, batch, pos, d_model), and the labels if asked for.
 
         Raises:
-            InputError: apply_ln, a mode that isn't known, or one that no block of this architecture has a part for.
+            InputError: apply_ln, a mode that isn't known, one that no block of this architecture has a part for, or
+                an architecture whose parts don't sum to the residual stream.
             UnknownHookError: The cache lacks one of them.
         """
         if apply_ln:
@@ -394,26 +396,50 @@ class ActivationCache(Mapping[str, Tensor]):
             raise InputError(f"mode={mode!r} is not known. Allowed: 'all', 'mlp', 'attn'")
         n_layers = self.model.cfg.n_layers if self.model is not None else self._n_layers()
         upto = n_layers if layer in (None, -1) else int(layer)
-        parts: dict[str, Tensor] = {}
-        if incl_embeds:
-            parts["embed"] = self["hook_embed"]
-            rest = self["resid_pre", 0] - parts["embed"]
-            if "hook_pos_embed" in self.cache_dict or bool(rest.any()):
-                parts["pos_embed"] = rest
+        if incl_embeds and self.model is not None and (why := self.model.adapter.unsummed(upto)):
+            raise InputError(f"the parts don't sum to the residual stream: {why}")
+        parts = self._entering(upto + mlp_input > 0) if incl_embeds else {}
         for i in range(upto + (mlp_input and upto < n_layers)):
-            first = "mixer_out" if ("mixer_out", i) in self and ("attn_out", i) not in self else "attn_out"
-            has_mlp = ("mlp_out", i) in self or (first == "attn_out" and not self._attn_only())
+            mixers = self._mixers(i)
+            has_mlp = ("mlp_out", i) in self or (mixers == ["attn_out"] and not self._attn_only())
             if mode != "mlp":
-                parts[f"{i}_{first}"] = self[first, i]
+                parts |= {f"{i}_{mixer}": self[mixer, i] for mixer in mixers}
             if mode != "attn" and i < upto and has_mlp:
                 parts[f"{i}_mlp_out"] = self["mlp_out", i]
         if not parts or (mode == "mlp" and upto and all("mlp" not in name for name in parts)):
-            what = f"mode={mode!r} up to layer {upto}"
-            raise InputError(
-                f"no part of the residual stream is left for {what}{self._absent(('mlp_out', 0))}"
-            )
+            what = f"mode={mode!r} up to layer {upto}{self._absent(('mlp_out', 0))}"
+            raise InputError(f"no part of the residual stream is left for {what}")
         stacked = _stacked([self._at(part, pos_slice) for part in parts.values()])
         return (stacked, list(parts)) if return_labels else stacked
+
+    def _entering(self, block: bool) -> dict[str, Tensor]:
+        """What the sum starts from: the embedding, what is added to it, and the norm that block 0 begins with."""
+        parts, resid = {"embed": self["hook_embed"]}, self["resid_pre", 0]
+        if parts["embed"].shape != resid.shape:
+            raise InputError(
+                f"hook_embed has shape {tuple(parts['embed'].shape)}, the residual stream {tuple(resid.shape)}: the model "
+                "projects one onto the other, so the embedding is no part of the sum. Give incl_embeds=False"
+            )
+        rest = resid - parts["embed"]
+        if "hook_pos_embed" in self.cache_dict or bool(rest.any()):
+            parts["pos_embed"] = rest
+        if block and self.model is not None and self.model.adapter.renormed(0):
+            parts["0_pre_ln"] = (
+                self["resid_mid", 0] - resid - sum(self[mixer, 0] for mixer in self._mixers(0))
+            )
+        return parts
+
+    def _mixers(self, layer: int) -> list[str]:
+        """What stands before the MLP in a block: attention, a mixer, or the two side by side."""
+        kinds, model = ("mixer_out", "attn_out"), self.model
+        if model is None:
+            found = {k: self._name((k, layer)) for k in kinds if (k, layer) in self}
+        else:
+            named = {k: model.alias(f"blocks.{layer}.hook_{k}") for k in kinds}
+            found = {k: name for k, name in named.items() if name in model.hook_dict}
+        # In attention blocks of hybrids both are names of one point.
+        both = len({*found.values()}) > 1
+        return list(found) if both or list(found) == ["mixer_out"] else ["attn_out"]
 
     def _attn_only(self) -> bool:
         return self.model is not None and self.model.cfg.attn_only

@@ -76,6 +76,41 @@ def test_what_the_layers_add_sums_to_the_residual_stream(cache: pl.ActivationCac
             cache.decompose_resid(**kw)
 
 
+NO_SUM = ("opt-norm-after", "bart", "lstm", "gru")
+SUMMED = [n for n in zoo.EVERY if not n.startswith((*NO_SUM, "mamba-ssm"))]
+
+
+@pytest.mark.parametrize("name", SUMMED)
+def test_the_parts_sum_on_every_architecture(name: str) -> None:
+    model = pl.wrap(zoo.more(name))
+    _, cache = model.run_with_cache(zoo.tokens(2, 5).clamp(min=2))
+    n = model.cfg.n_layers
+    for layer in range(n + 1):
+        parts, labels = cache.decompose_resid(layer or 0, return_labels=True)
+        want = cache["resid_post", -1] if layer == n else cache["resid_pre", layer]
+        assert (parts.sum(0) - want).norm() <= 1e-5 * want.norm(), (layer, labels)
+    assert len(set(labels)) == len(labels) == len(parts)
+    if ("resid_mid", 0) in cache:
+        parts = cache.decompose_resid(0, mlp_input=True)
+        want = cache["resid_mid", 0]
+        assert (parts.sum(0) - want).norm() <= 1e-5 * want.norm()
+    assert ({"0_mixer_out", "0_attn_out"} <= {*labels}) == (name == "falcon-h1")
+    assert ("0_pre_ln" in labels) == (name == "rwkv")
+
+
+def test_a_residual_stream_that_is_no_sum_is_refused() -> None:
+    for name in NO_SUM:
+        _, cache = pl.wrap(zoo.more(name)).run_with_cache(zoo.tokens(2, 5).clamp(min=2))
+        with pytest.raises(pl.ProbelensError, match="projects one onto|not found"):
+            cache.decompose_resid()
+    model = pl.wrap(zoo.more("rwkv", num_hidden_layers=4, rescale_every=2))
+    _, cache = model.run_with_cache(zoo.tokens(2, 5))
+    with pytest.raises(pl.InputError, match="halves its residual stream after every 2"):
+        cache.decompose_resid()
+    assert torch.allclose(cache.decompose_resid(1).sum(0), cache["resid_pre", 1], rtol=1e-4)
+    assert not torch.allclose(cache["resid_pre", 2], cache["resid_post", 1]), "it does"
+
+
 def test_what_needs_weights_says_where_it_is_to_be_had(cache: pl.ActivationCache) -> None:
     assert not hasattr(cache, "stack_head_results")
     with pytest.raises(pl.InputError, match="build_bridge_from_module"):
