@@ -27,6 +27,7 @@ __all__ = [
     "Metric",
     "Runs",
     "accuracy_chance",
+    "after",
     "check_finite",
     "draw",
     "label_of",
@@ -343,6 +344,36 @@ def remove(space: Subspace | Eraser, alpha: float = 1.0) -> Callable[[Tensor], T
         return new if alpha == 1 else x + alpha * (new - x)
 
     return fn
+
+
+def after(
+    model: HookedModel,
+    batch: Any,
+    acts: Activations,
+    name: str,
+    space: Subspace | Eraser,
+    alpha: float,
+    batch_size: int,
+) -> Tensor:
+    """What a site gives with the subspace removed there. (example, pos, d)
+
+    A state that is edited at one step is what the next is computed from, so that it takes a run of its own.
+    """
+    if not space.rank or not alpha:
+        return acts[name]
+    if not model.point(name).step:
+        return remove(space, alpha)(acts[name])
+    from probelens.collect import collect
+
+    edit, attention = _edit(name, space, alpha, batch.mask), getattr(batch, "attention_mask", None)
+    parts = []
+    for rows in torch.arange(len(batch.tokens)).split(batch_size):
+        mask = None if attention is None else attention[rows]
+        with model.hooks([(name, edit.hook(rows))]):
+            parts.append(
+                collect(model, batch.tokens[rows], [name], batch_size=batch_size, attention_mask=mask)[name]
+            )
+    return torch.cat(parts)
 
 
 def _edit(name: str, space: Subspace | Eraser, alpha: float, mask: Tensor) -> Edit:

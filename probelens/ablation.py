@@ -6,14 +6,15 @@ refitted on the ablated activations may recover, and random subspaces may cost a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from probelens._ablating import CONTROLS, Control, Metric, accuracy_chance, draw, label_of, remove, run, score
+from probelens._ablating import CONTROLS, Control, Metric, accuracy_chance, after, draw, label_of, run, score
 from probelens.collect import collect
 from probelens.errors import InputError
 from probelens.model import HookedModel
@@ -42,8 +43,9 @@ class AblationResult(Result):
             "random_matched", "pca"), draw, rank, alpha, chance, value, clean, drop (clean − value), lo,
             hi, damage; on targets also effect, effect_lo, effect_hi, effect_against (the control that
             it is measured from), effect_p (share of its draws that cost as much, the subspace
-            counted among them; None for a metric of your own, where it isn't known which way costs), damage_random, damage_random_matched, damage_pca (means over the
-            draws), control_overlap (share of the subspace that the matched controls share),
+            counted among them; None for a metric of your own, where it isn't known which way costs),
+            damage_random, damage_random_matched, damage_pca (means over the draws), control_overlap
+            (share of the subspace that the matched controls share),
             control_problem (why there are none, or None), verdict, and of the refit: probe_accuracy, refit_accuracy, refit_gap (the
             one less the other) with refit_gap_lo and refit_gap_hi (paired, over test groups), refit_mlp_accuracy,
             refit_position_accuracy (a probe at each position), majority, position_baseline,
@@ -114,6 +116,7 @@ def ablate(
     kinds: Sequence[Control] = CONTROLS,
     alpha: float = 1.0,
     mlp: bool = True,
+    margin: float = MARGIN,
     batch_size: int = 64,
     memory: int | None = None,
     seed: int = 0,
@@ -122,7 +125,8 @@ def ablate(
     """Ablate a subspace at each site in turn, and measure the cost, the refit and the controls.
 
     Edits are made where ``batch.mask`` is True: a BOS token or padding keeps its activation. The
-    refitted probe is trained and tested on ablated activations of ``batch``, split by sequence.
+    refitted probe is trained and tested on ablated activations of ``batch``, split by sequence. At a state
+    point every step is edited, and the probes see the states that the model then has.
 
     Args:
         model: The wrapped model; run in eval mode.
@@ -141,6 +145,7 @@ def ablate(
             principal components of equal rank.
         alpha: Strength: 1 removes the subspace, 0 nothing.
         mlp: Whether the refit includes the MLP.
+        margin: How far above its baseline a probe's accuracy may be and still count as chance.
         batch_size: Sequences in one forward pass, at most.
         memory: Bytes that the sweep may hold at once; None for the usual limits. See ``probelens.sweep.plan``.
         seed: Of control draws, splits and intervals.
@@ -153,7 +158,7 @@ def ablate(
 
         - "floor": the clean metric is within 0.2 of chance, so nothing can drop.
         - "tautological": the site feeds a linear readout, so that erasing what is read must hurt.
-        - "inconclusive": a refitted probe is above baseline + 0.02; the model may still use the variable.
+        - "inconclusive": a refitted probe is above baseline + ``margin``; the model may still use the variable.
         - "absent": no probe reads the variable there, ablated or not: the cost is not about it.
         - "erased": a probe read it, and none does any more; the effect says whether the model needed it.
         - "not refitted": without ``refit`` nothing is known of what is left.
@@ -191,7 +196,12 @@ def ablate(
     chance = accuracy_chance(batch, target, metric)
     rows = [{**d.about, "alpha": float(alpha)} for d in drawn]
     values, clean = score(rows, runs, runs.scored, chance, seed, metric)
-    refits = _refits(rows, spaces, acts, batch, label, alpha, mlp, seed) if refit else None
+    refits = None
+    if refit:
+        ablated = {
+            name: partial(after, model, batch, acts, name, spaces[name], alpha, batch_size) for name in spaces
+        }
+        refits = _refits(rows, acts, ablated, batch, label, mlp, margin, seed)
     _verdicts(rows, model, clean.mean().item(), chance)
     count = runs.scored.double().sum(0).clamp_min(1)
     return AblationResult(
@@ -229,12 +239,12 @@ def _spaces(subspaces: Any, label: str) -> dict[str, Any]:
 
 def _refits(
     rows: list[dict[str, Any]],
-    spaces: Mapping[str, Any],
     acts: Any,
+    ablated: Mapping[str, Callable[[], Tensor]],
     batch: Any,
     label: str,
-    alpha: float,
     mlp: bool,
+    margin: float,
     seed: int,
 ) -> Tensor:
     """Refit probes at every target; their accuracy by position. (target, pos)"""
@@ -244,10 +254,9 @@ def _refits(
     for row in rows:
         if row["condition"] != "target":
             continue
-        x, space = acts[row["site"]], spaces[row["site"]]
-        ablated = remove(space, alpha)(x) if space.rank else x
+        x, new = acts[row["site"]], ablated[row["site"]]()
         found, by_position = refit_check(
-            x, ablated, batch.labels[label], batch.mask, batch.groups, mlp=mlp, margin=MARGIN, seed=seed
+            x, new, batch.labels[label], batch.mask, batch.groups, mlp=mlp, margin=margin, seed=seed
         )
         row.update(found)
         refits.append(by_position)

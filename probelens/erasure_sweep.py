@@ -151,7 +151,8 @@ def erase(
     Raises:
         UnknownHookError: A site that the model doesn't have.
         ShapeError: Batches of different lengths are fine, but a site must give (batch, pos, d).
-        InputError: An unknown method or label, one class only, NaN at a site, or the two batches share sequences.
+        InputError: An unknown method or label, one class only, NaN at a site, or more than 5 % of the held-out
+            sequences are in ``fit_batch`` too.
 
     Units:
         Five sites of a 4-layer model of width 128, 2,000 sequences of 40 tokens to fit on, 200 to
@@ -179,7 +180,7 @@ def erase(
             spaces = _inlp(model, fit_batch, names, label, margin, max_rank, batch_size, seed, progress)
         ablation = ablate(
             model, held_batch, spaces, metric, True, controls, label=label, target=target, kinds=kinds, mlp=mlp,
-            batch_size=batch_size, memory=memory, seed=seed, progress=progress,
+            margin=margin, batch_size=batch_size, memory=memory, seed=seed, progress=progress,
         )  # fmt: skip
     rows = [_row(row, spaces[row["site"]], method, len(fit_batch), margin) for row in ablation.targets()]
     return ErasureResult(rows, dict(spaces), ablation, method, label, margin)

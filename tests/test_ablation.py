@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 import probelens as pl
 from probelens import subspaces
+from probelens._ablating import after
 from probelens.ablation import feeds_readout, verdict
 from probelens.collect import collect
 from probelens.examples import planted
 from probelens.examples.planted import SITE, World
+from probelens.probing.refit import refit_check
 
 D, LENGTH = 8, 5
 
@@ -302,6 +304,49 @@ def test_erased_also_where_only_a_probe_at_each_position_could_read_it() -> None
     assert row["probe_accuracy"] < row["baseline"] + 0.02  # type: ignore[operator]
     assert row["probe_position_accuracy"] > 0.95  # type: ignore[operator]
     assert row["verdict"] == "erased"
+
+
+@pytest.mark.parametrize(
+    ("name", "site"), [("gru", "blocks.0.rnn.hook_h"), ("lstm-fused", "blocks.0.rnn.hook_c"), ("gru", "blocks.0.hook_resid_post")]
+)  # fmt: skip
+def test_probes_are_refitted_on_the_states_that_the_model_has_when_every_step_is_edited(
+    name: str, site: str
+) -> None:
+    """An eraser fitted on the states as they are leaves nothing of the token before in them, and something in these."""
+    model, tokens = pl.wrap(zoo.build(name)), zoo.tokens(400, 8) % 2
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    mask[::3, 0] = False
+    before = torch.cat([torch.zeros_like(tokens[:, :1]), tokens[:, :-1]], 1)
+    batch = pl.Batch(tokens, {"before": before}, mask)
+    x = collect(model, batch, site)[site]
+    eraser = pl.leace(x, before, mask=mask)
+    got = target(
+        pl.ablate(model, batch, {site: eraser}, "next_token_loss", controls=0, mlp=False, batch_size=64)
+    )
+    seen: list[Tensor] = []
+
+    def edit(tensor: Tensor, hook: pl.HookPoint) -> Tensor:
+        where = mask if hook.pos is None else mask[:, hook.pos]
+        return torch.where(where[..., None], eraser(tensor), tensor)
+
+    def record(tensor: Tensor, hook: pl.HookPoint) -> None:
+        seen.append(tensor)
+
+    with torch.no_grad():
+        model.run_with_hooks(tokens, [(site, edit), (site, record)])
+    stepped = model.point(site).step
+    real = torch.stack(seen, 1) if stepped else seen[0]
+    want, once = (refit_check(x, new, before, mask, batch.groups, mlp=False)[0] for new in (real, eraser(x)))
+    keys = ("refit_accuracy", "refit_position_accuracy", "readable_after", "baseline")
+    assert [got[key] for key in keys] == pytest.approx([want[key] for key in keys], abs=0.01)
+    assert once["refit_accuracy"] <= once["baseline"] + 0.02
+    new = after(model, batch, {site: x}, site, eraser, 1.0, 64)  # type: ignore[arg-type]
+    torch.testing.assert_close(new[mask], real[mask])
+    assert torch.allclose(real[mask], eraser(x)[mask], atol=1e-3) is not stepped
+    if name == "gru" and stepped:
+        assert got["refit_accuracy"] > once["baseline"] + 0.02, (
+            "read again, where the eraser once leaves nothing"
+        )  # type: ignore[operator]
 
 
 def test_half_a_dose_leaves_the_variable_readable(spare: World, spare_leace: pl.Eraser) -> None:

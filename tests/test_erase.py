@@ -121,6 +121,22 @@ def test_the_probe_that_checks_has_not_seen_the_sequences_that_were_erased(spare
         pl.erase(spare.model, spare.fit, spare.fit[:100], label="y", sites=SITE)
 
 
+def test_the_margin_asked_for_is_that_of_the_verdict_too(spare: World) -> None:
+    few, kw = spare.fit[:40], {"label": "y", "sites": SITE, "controls": 0, "mlp": False}
+    strict, loose = (
+        pl.erase(spare.model, few, spare.held, margin=margin, **kw)  # type: ignore[arg-type]
+        for margin in (0.02, 0.12)
+    )
+    over = strict.rows[0]["refit_accuracy"] - strict.rows[0]["baseline"]
+    assert 0.03 < over < 0.11
+    assert (strict.at_chance(), strict.rows[0]["verdict"]) == (False, "inconclusive")
+    assert (loose.at_chance(), loose.rows[0]["verdict"]) == (True, "erased")
+    direct = pl.ablate(
+        spare.model, spare.held, loose.subspaces, label="y", controls=0, mlp=False, margin=0.12
+    )
+    assert direct.targets()[0]["verdict"] == "erased"
+
+
 def test_padding_enters_neither_fit_nor_check(spare: World) -> None:
     def padded(batch: pl.Batch) -> pl.Batch:
         mask = torch.ones_like(batch.mask)
