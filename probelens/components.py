@@ -199,7 +199,7 @@ def result_of(
 ) -> ComponentResult:
     """Score the rows of a component ablation."""
     chance = accuracy_chance(batch, target, metric)
-    values, clean = score(rows, runs, runs.scored, chance, seed)
+    values, clean = score(rows, runs, runs.scored, chance, seed, metric)
     name = metric if isinstance(metric, str) else getattr(metric, "__name__", "custom")
     return ComponentResult(rows, values.float(), clean.float(), target, name, chance or 0.0, runs.path)
 
