@@ -130,7 +130,8 @@ def dose_response(
         UnknownHookError: A site that the model doesn't have.
     """
     need_wrapped(model)
-    full = {site: space.rank for site, space in subspaces.items()}
+    # Rows have the canonical names.
+    full = {model.point(site).name: space.rank for site, space in subspaces.items()}
     if ranks is None:
         top = max(full.values(), default=0)
         ranks = sorted({2**i for i in range(top.bit_length()) if 2**i <= top} | set(full.values()) - {0})
@@ -149,7 +150,7 @@ def dose_response(
                 model, batch, some, metric, refit, controls, label=label, target=target, kinds=kinds, alpha=alpha,
                 mlp=mlp, batch_size=batch_size, memory=memory, seed=seed, progress=progress,
             )  # fmt: skip
-            rows += [{**row, "full_rank": full.get(row["site"])} for row in found.rows]
+            rows += [{**row, "full_rank": full[row["site"]]} for row in found.rows]
     if found is None:
         raise InputError(f"no subspace has a rank of {list(ranks)}: they have {full}")
     return DoseResult(rows, found.clean, found.label, found.metric)

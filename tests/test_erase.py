@@ -257,6 +257,16 @@ def test_doses_of_a_subspace_grow_to_the_whole_of_it(spare: World, tmp_path: Pat
     assert len(got.plot("alpha").data) >= 2
 
 
+def test_a_dose_knows_the_full_rank_of_a_site_by_any_of_its_names() -> None:
+    model, tokens = pl.wrap(zoo.build("gru")), zoo.tokens(4, 5)
+    batch, site = pl.Batch(tokens, {"token": tokens}), "blocks.1.hook_resid_post"
+    for name in (site, "blocks.1.rnn.hook_out"):
+        spaces = {name: subspaces.random(2, zoo.WIDTH), "hook_embed": subspaces.random(1, zoo.WIDTH)}
+        got = pl.dose_response(model, batch, spaces, controls=0, refit=False)
+        full = {(row["site"], row["rank"]): row["full_rank"] for row in got.rows}
+        assert full == {(site, 1): 2, (site, 2): 2, (model.point("hook_embed").name, 1): 1}
+
+
 def test_the_first_directions_are_the_first_ones() -> None:
     x = torch.randn(300, 6, generator=torch.Generator().manual_seed(0))
     y = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
