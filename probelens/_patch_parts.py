@@ -24,7 +24,7 @@ def first_order(
     model: HookedModel, tokens: Tensor, mask: Tensor | None, names: list[str], values: dict[str, Tensor],
     rows: Tensor, read: Read,
 ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
-    """Gradient times difference at each site, summed over features: (example, pos) each; and the metric."""
+    """Gradient times difference at each site, summed over features: (example, pos) each; and what is read."""
     held: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in names}
 
     def keep(tensor: Tensor, hook: HookPoint) -> Tensor:
@@ -43,7 +43,7 @@ def first_order(
         # A backward direction comes by its steps from the last to the first.
         steps.sort(key=lambda pair: pair[0])
     every = [tensor for name in names for _, tensor in held[name]]
-    grads = iter(torch.autograd.grad(value.sum(), every, allow_unused=True))
+    grads = iter(torch.autograd.grad(value[:, 0].sum(), every, allow_unused=True))
     found = []
     for name in names:
         # A state point was called once a step; any other point once, with all positions.
@@ -180,34 +180,61 @@ def columns(pos: Pos, length: int, n: int) -> tuple[list[Tensor | None], list[st
 
 
 def read_metric(metric: Metric) -> Callable[..., Tensor]:
-    if callable(metric):
-        given = metric
+    """From logits (example, 1, d_vocab) and answers (example, 2) to the metric and the logit difference. (example, 2)
 
-        def custom(logits: Tensor, answers: Tensor) -> Tensor:
-            with noted(lambda: metric_note(given, "logits, answers")):
-                value = given(logits[:, 0], answers)
-            if not isinstance(value, Tensor) or value.shape != (len(logits),):
-                raise ShapeError(
-                    f"metric must return one value for each example, ({len(logits)},), got "
-                    f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__}"
-                )
-            return value
-
-        return custom
-    if metric not in ("logit_diff", "prob_diff"):
+    The sign of the second says whose answer a run prefers, which that of a metric of the caller's own doesn't.
+    """
+    if not callable(metric) and metric not in ("logit_diff", "prob_diff"):
         raise InputError(
             f"metric {metric!r} is not known. Allowed: 'logit_diff', 'prob_diff', or a function "
             "of logits (batch, d_vocab) and answers (batch, 2)"
         )
 
-    def difference(logits: Tensor, answers: Tensor) -> Tensor:
+    def read(logits: Tensor, answers: Tensor) -> Tensor:
+        if callable(metric):
+            value = _custom(metric, logits[:, 0], answers)
+            return torch.stack([value, _preferred(logits[:, 0].detach(), answers).to(value.device)], 1)
         scores = logits[:, 0].float()
         high = int(answers.max())
         if high >= scores.shape[-1]:
             raise InputError(f"answer id {high} is outside the {scores.shape[-1]} logits of the model")
-        return logit_diff(scores.softmax(-1) if metric == "prob_diff" else scores, answers)
+        difference = logit_diff(scores, answers)
+        value = logit_diff(scores.softmax(-1), answers) if metric == "prob_diff" else difference
+        return torch.stack([value, difference], 1)
 
-    return difference
+    return read
+
+
+def _preferred(logits: Tensor, answers: Tensor) -> Tensor:
+    """The logit difference; 0, by which no answer is preferred, where answers are no tokens or logits are NaN."""
+    width = logits.shape[-1]
+    scores = logits.float().gather(1, answers.clamp(0, width - 1))
+    known = ((answers >= 0) & (answers < width)).all(1)
+    return torch.where(known, scores[:, 0] - scores[:, 1], 0.0).nan_to_num(0.0)
+
+
+def _custom(metric: Callable[[Tensor, Tensor], Tensor], logits: Tensor, answers: Tensor) -> Tensor:
+    with noted(lambda: metric_note(metric, "logits, answers")):
+        value = metric(logits, answers)
+    if not isinstance(value, Tensor) or value.shape != (len(logits),):
+        raise ShapeError(
+            f"metric must return one value for each example, ({len(logits)},), got "
+            f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__}"
+        )
+    return value
+
+
+def answered(clean: Tensor, corrupted: Tensor) -> Tensor:
+    """Whether both runs prefer their own right answer, from what ``read_metric`` reads of them.
+
+    Args:
+        clean: Of the clean run. (..., 2)
+        corrupted: Of the corrupted run. (..., 2)
+
+    Returns:
+        (...) bool
+    """
+    return (clean[..., 1] > 0) & (corrupted[..., 1] < 0)
 
 
 def check_pairs(pairs: Any, mode: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from probelens._final_layer_sites import RUN, SITES, Plan, Site
-from probelens._patch_parts import Metric, Mode, read_metric
+from probelens._patch_parts import Metric, Mode, answered, read_metric
 from probelens.collect import padding_mask
 from probelens.errors import InputError, MetricError, ShapeError
 from probelens.model import HookedModel
@@ -235,7 +235,9 @@ def patch_sites(
     )  # fmt: skip
     other = sweep(model, source, (), read, batch_size=batch_size, memory=memory, attention_mask=mask).base
     clean, corrupted = (other, run.base) if mode == "denoise" else (run.base, other)
-    counted = (clean > 0) & (corrupted < 0) if correct_only else torch.ones_like(clean, dtype=torch.bool)
+    counted = answered(clean, corrupted)
+    counted = counted if correct_only else torch.ones_like(counted)
+    clean, corrupted = clean[..., 0], corrupted[..., 0]
     counted[:, 0] = (counted[:, 0] | alike) & (own[:, 0] != own[:, 1])
     if not bool(counted[:, 1].any()):
         raise MetricError(
@@ -251,7 +253,7 @@ def patch_sites(
             where = 0 if site.read == "m" else 1
             if alike and site.read == "m":
                 row["why"] = "; ".join(filter(None, [row["why"], _ALIKE]))
-            values[i] = run.values[runs.index(RUN[site.name])][:, where]
+            values[i] = run.values[runs.index(RUN[site.name])][:, where, 0]
             some = counted[:, where]
             parts = (values[i][some], clean[some, where], corrupted[some, where])
             row.update(_measured(row, parts, mode, eps, n_boot, seed))

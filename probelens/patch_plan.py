@@ -19,6 +19,7 @@ from probelens._patch_parts import (
     Metric,
     Mode,
     Pos,
+    answered,
     check_pairs,
     check_positions,
     columns,
@@ -142,8 +143,8 @@ class PatchPlan:
         other = self.source.run()
         clean, corrupted = (other.base, run.base) if self.mode == "denoise" else (run.base, other.base)
         return PatchResult(
-            run.values.reshape(len(self.sites), len(self.positions), -1), clean, corrupted,
-            (clean > 0) & (corrupted < 0), self.sites, self._layers, self.positions, self.mode, self.metric, "patch",
+            run.values[..., 0].reshape(len(self.sites), len(self.positions), -1), clean[:, 0], corrupted[:, 0],
+            answered(clean, corrupted), self.sites, self._layers, self.positions, self.mode, self.metric, "patch",
             run.path, self._pairs.clean.cpu(), self.joint, {"marks": marks(self._pairs)},
         )  # fmt: skip
 

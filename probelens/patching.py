@@ -18,6 +18,7 @@ from probelens._patch_parts import (
     Metric,
     Mode,
     Pos,
+    answered,
     at_column,
     check_pairs,
     check_positions,
@@ -51,10 +52,10 @@ class PatchResult(Result):
         values: The metric after each patch, in its own unit. (site, pos, example)
         clean: The metric on the clean run. (example,)
         corrupted: The metric on the corrupted run. (example,)
-        correct: Whether both runs prefer their own right answer. (example,)
+        correct: Whether both runs prefer their own right answer, by the logits, whatever the metric. (example,)
         sites: Hook point of each row.
         layers: Layer of each row; −1 is the embedding.
-        positions: Position of each column, as text: "7", "all", "edit_pos".
+        positions: Position of each column, as text: "7", "all", "per example".
         mode: "denoise" or "noise".
         metric: Name of the metric.
         kind: "patch" for exact values, "attribution" for the first-order estimate.
@@ -286,7 +287,7 @@ def patch(
         batch_size: Pairs in one forward pass, at most.
         memory: Bytes that may be held at once, for a sweep that would need too much; None for the usual
             limits. Values stay the same up to rounding. ``patch_plan`` says what is held.
-        seed: Not used by exact patching; kept in the result.
+        seed: Not used: exact patching draws nothing.
         progress: Show a progress bar.
 
     Returns:
@@ -378,14 +379,14 @@ def attribute(
                 model, into[rows], None if mask is None else mask[rows], names, values, rows, read
             )
             cells = [torch.stack([at_column(x, c, rows) for c in where]) for x in found]
-            parts.append(torch.stack(cells) + value)
+            parts.append(torch.stack(cells) + value[:, 0])
             base.append(value)
             bar.update(1)
     own = torch.cat(base)
     other = sweep(model, source, (), read, batch_size=batch_size, attention_mask=mask).base
     clean, corrupted = (other, own) if mode == "denoise" else (own, other)
     return PatchResult(
-        torch.cat(parts, dim=-1), clean, corrupted, (clean > 0) & (corrupted < 0), names,
+        torch.cat(parts, dim=-1), clean[:, 0], corrupted[:, 0], answered(clean, corrupted), names,
         [layer_of(name, model) for name in names], labels, mode,
         metric if isinstance(metric, str) else getattr(metric, "__name__", "custom"),
         "attribution", "full", pairs.clean.cpu(),

@@ -359,6 +359,9 @@ def test_only_pairs_that_both_runs_answer_count_unless_told() -> None:
     base = [diff(model(t)[rows, pairs.read_pos], answers) for t in (pairs.clean, pairs.corrupted)]
     assert torch.equal(result.counted[1], (base[0] > 0) & (base[1] < 0))
     assert 0 < result.row("E")["n"] < N
+    below = patch_sites(model, given, metric=lambda l, a: diff(l, a) - 1e3, n_boot=20)
+    assert torch.equal(below.counted, result.counted), "a metric of one sign counts the same pairs"
+    assert bool((below.clean < 0).all())
     wrong = pl.PatchPairs(pairs.corrupted, pairs.clean, pairs.edit_pos, pairs.read_pos, answers)
     with pytest.raises(MetricError, match="none of the .* pairs is answered correctly by both"):
         patch_sites(model, wrong[right])

@@ -188,6 +188,43 @@ def test_metrics(tmp_path: Path) -> None:
     assert len(by_name.plot(correct_only=False).data) >= 1
 
 
+def test_which_pairs_are_answered_correctly_is_the_same_whatever_the_metric() -> None:
+    """A log probability is below 0 in every run, a logit may be above: their signs say nothing about the answers."""
+    model, pairs = pl.wrap(zoo.build("gru")), some_pairs(n=40)
+    with torch.no_grad():
+        picked = [model(x)[torch.arange(40), pairs.read_pos] for x in (pairs.clean, pairs.corrupted)]
+    best = torch.stack([logits.argmax(-1) for logits in picked], 1)
+    differ = (best[:, 0] != best[:, 1]) & (torch.arange(40) % 2 == 0)
+    pairs.answers[differ] = best[differ]
+    prefers = [logits.gather(1, pairs.answers).argmax(1) for logits in picked]
+    right = (prefers[0] == 0) & (prefers[1] == 1)
+    assert 2 < right.sum() < 35
+
+    def log_probability(logits: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+        return logits.log_softmax(-1).gather(1, answers[:, :1])[:, 0]
+
+    def shifted(logits: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+        return log_probability(logits, answers) + 1000
+
+    where = ("blocks.1.hook_resid_pre", 0)
+    for call in (pl.patch, pl.attribute):
+        for mode in ("denoise", "noise"):
+            for metric in ("logit_diff", "prob_diff", log_probability, shifted):
+                got = call(model, pairs, *where, mode, metric)  # type: ignore[operator]
+                assert torch.equal(got.correct, right), (call, mode, metric)
+        # What it counts decides the number.
+        low, high = (call(model, pairs, *where, "noise", m) for m in (log_probability, shifted))  # type: ignore[operator]
+        torch.testing.assert_close(low.recovery(), high.recovery(), rtol=1e-2, atol=1e-3)
+        assert abs(low.recovery() - low.recovery(False)) > 1e-3
+    # Answers that are no tokens can be those of a metric of one's own, and no run prefers them.
+    none = pl.PatchPairs(
+        pairs.clean, pairs.corrupted, pairs.edit_pos, pairs.read_pos, pairs.answers + zoo.VOCAB
+    )
+    total = pl.patch(model, none, *where, metric=lambda l, a: l.logsumexp(-1))
+    assert not total.correct.any()
+    assert total.values.std() > 0
+
+
 def test_hooks_that_are_in_place_stay_in_place_during_a_sweep() -> None:
     model, pairs = pl.wrap(zoo.build("neox")), some_pairs()
     with model.hooks([("hook_embed", lambda t, hook: t * 0.5)]):
