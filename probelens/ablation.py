@@ -311,7 +311,7 @@ def feeds_readout(model: HookedModel, site: str) -> bool:
         site: Name of a hook point; a module path counts as what it stands for.
 
     Returns:
-        True if nothing but a norm and the unembedding come after it.
+        True if nothing but the unembedding comes after it; before a final norm it is False.
     """
     name, adapter = model.alias(site), model.adapter
     if name in ("ln_final.hook_out", "unembed.hook_in"):

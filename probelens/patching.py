@@ -337,8 +337,8 @@ def attribute(
         compare the two with ``agreement`` on a few cells.
 
     Raises:
-        InputError: What ``patch`` refuses, or a model that gives no gradient: one run elsewhere, or made under
-            ``torch.inference_mode``.
+        InputError: What ``patch`` refuses, a point from which no gradient comes back, or a model that gives none: one
+            run elsewhere, or made under ``torch.inference_mode``.
 
     Source:
         Nanda 2023; Syed, Rager and Conmy 2023, arXiv 2310.10348.
