@@ -101,6 +101,13 @@ class GenericHF(HFTransformer):
             f"(config.rescale_every). Decompose up to a layer under {every}, or load it with rescale_every=0"
         )
 
+    def settle(self) -> None:
+        for module in self.module.modules():
+            # RWKV's first run in eval mode divides weights by powers of two.
+            rescale: Any = getattr(module, "_rescale_layers", None)
+            if rescale is not None:
+                rescale()
+
     # -- models whose blocks see more than the residual ----------------------------------------------------
 
     def rereads(self, layer: int) -> bool:

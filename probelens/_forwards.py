@@ -12,7 +12,7 @@ from torch import nn
 from probelens._offload import with_weights
 from probelens.errors import InputError
 
-__all__ = ["makeup", "refuse_replaced_forward", "replaced_forward", "swapped_forward"]
+__all__ = ["hooked_by_hand", "makeup", "refuse_replaced_forward", "replaced_forward", "swapped_forward"]
 
 # Forwards that stand in for a module's own, to tell them from a user's.
 _SWAPPED: weakref.WeakValueDictionary[int, Callable[..., Any]] = weakref.WeakValueDictionary()
@@ -74,6 +74,28 @@ def makeup(module: nn.Module) -> tuple[Any, ...]:
         )
         for each in module.modules()
     )
+
+
+# Hooks of these packages belong to the model: they record outputs, or compute a weight from its parameters. Ours are
+# another matter: ``HookedModel.has_hooks``.
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "nnsight", "probelens")
+
+
+def hooked_by_hand(module: nn.Module) -> str | None:
+    """Whether PyTorch forward hooks of the caller's stand on a module or anything in it.
+
+    Args:
+        module: The module.
+
+    Returns:
+        Path of the first module with one, "" for the module itself; None if there is none.
+    """
+    for path, each in module.named_modules():
+        for hook in (*each._forward_hooks.values(), *each._forward_pre_hooks.values()):
+            home = getattr(hook, "__module__", None) or type(hook).__module__
+            if str(home).split(".")[0] not in _PACKAGES:
+                return path
+    return None
 
 
 def refuse_replaced_forward(

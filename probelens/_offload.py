@@ -67,10 +67,10 @@ def with_weights(module: nn.Module, forward: Callable[..., Any]) -> Callable[...
 
 
 def stored(root: nn.Module, name: str) -> Tensor | None:
-    """The numbers of a parameter, also of an offloaded one; None where there are none."""
+    """The numbers of a parameter or buffer, also of an offloaded one; None where there are none."""
     path, _, leaf = name.rpartition(".")
     owner = root.get_submodule(path)
-    weight = owner.get_parameter(leaf)
+    weight: Tensor = getattr(owner, leaf)
     if weight.device.type != "meta":
         return weight
     kept = getattr(getattr(owner, "_hf_hook", None), "weights_map", None)

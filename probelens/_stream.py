@@ -24,6 +24,7 @@ __all__ = ["RECORD", "Stream", "need_storable"]
 
 RECORD = "collect.json"
 _STORABLE = (torch.float16, torch.float32, torch.float64)
+_FORMAT = 3
 _PARTS = 100  # Checksums a site, whatever the number of pieces: the record is written anew after each piece.
 _BLOCK = 2**20
 
@@ -70,6 +71,7 @@ class Stream:
             self.arrays = {
                 name: (str(dtype), tuple(shape)) for name, (dtype, shape) in found["arrays"].items()
             }
+            now = int(found.get("format", 1)) >= _FORMAT
             old = "format" not in found and "sums" not in found
             self.sums = [] if old else [[int(value) for value in part] for part in found["sums"]]
             ends = [0, *(part[0] for part in self.sums)]
@@ -78,9 +80,10 @@ class Stream:
                 f"{str(self.record)!r} is damaged ({err}). Remove the folder or choose another."
             ) from err
         if not same:
+            early = ", or an earlier probelens wrote them, which didn't tell all weights apart"
             raise StoreError(
-                f"{str(self.folder)!r} holds activations of other data, sites, positions or another model. "
-                "Choose another folder, or remove this one."
+                f"{str(self.folder)!r} holds activations of other data, sites, positions or another model (other weights "
+                f"or buffers count){'' if now else early}. Choose another folder, or remove this one."
             )
         if not self._adds_up(old):
             raise StoreError(
@@ -204,7 +207,7 @@ class Stream:
             sums[1 + i] = zlib.crc32(values, sums[1 + i])
         sums[0] = self.done = stop
         content = {
-            "format": 2, "key": self.key, "done": stop, "files": self.files, "arrays": self.arrays, "sums": self.sums,
+            "format": _FORMAT, "key": self.key, "done": stop, "files": self.files, "arrays": self.arrays, "sums": self.sums,
         }  # fmt: skip
         with atomic_path(self.record) as part:
             part.write_text(json.dumps(content))

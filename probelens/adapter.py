@@ -432,6 +432,9 @@ class Adapter:
             extra = {**extra, "attention_mask": mask}
         return Call((tokens,), extra, tokens if not tokens.is_floating_point() else None, mask)
 
+    def settle(self) -> None:
+        """Do to the weights what the first run does, where one does anything; called in eval mode."""
+
     def modules(self) -> list[nn.Module]:
         """Every module whose training flag counts."""
         return list(self.module.modules())

@@ -48,14 +48,62 @@ class Stop(Exception):
 
 def stopped(model: pl.HookedModel, x: torch.Tensor, out: Path, after: int) -> None:
     """A stream that ends after some batches of 2."""
-    left = iter(range(after))
+    left, own = iter(range(after)), pl.HookedModel.run_with_cache
 
-    def stop(tensor: torch.Tensor, hook: pl.HookPoint) -> None:
+    def run(*args: Any, **kw: Any) -> Any:
         if next(left, None) is None:
             raise Stop
+        return own(*args, **kw)
 
-    with pytest.raises(Stop), model.hooks([("hook_embed", stop)]):
-        pl.collect(model, x, KEY, out=out, batch_size=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pl.HookedModel, "run_with_cache", run)
+        with pytest.raises(Stop):
+            pl.collect(model, x, KEY, out=out, batch_size=2)
+
+
+def test_hooks_are_refused_and_every_weight_and_buffer_tells_a_stream_apart(tmp_path: Path) -> None:
+    module = zoo.build("neox")
+    model, x, out = pl.wrap(module), zoo.tokens(4, 4), tmp_path / "acts"
+    module.register_buffer("kept", torch.zeros(3, dtype=torch.bfloat16))
+    want = pl.collect(model, x, KEY, out=out)[KEY]
+
+    def double(tensor: torch.Tensor, hook: pl.HookPoint) -> torch.Tensor:
+        return 2 * tensor
+
+    with model.hooks([("blocks.0.hook_resid_post", double)]):
+        with pytest.raises(pl.InputError, match=r"hooks of add_hook\(\)"):
+            pl.collect(model, x, KEY, out=out)
+        with pytest.raises(pl.InputError, match=r"hooks of add_hook\(\)"):
+            pl.collect(model, x, KEY, out=tmp_path / "other")
+        assert not torch.allclose(pl.collect(model, x, KEY)[KEY], want), "in memory they count"
+    handle = module.gpt_neox.layers[1].register_forward_pre_hook(lambda module, args: None)
+    with pytest.raises(pl.InputError, match="PyTorch hook stands on gpt_neox.layers.1:"):
+        pl.collect(model, x, KEY, out=out)
+    handle.remove()
+    weight = module.gpt_neox.layers[0].mlp.dense_h_to_4h.weight
+    for tensor in (weight, module.gpt_neox.layers[2].mlp.dense_4h_to_h.bias, module.kept):
+        last = tensor.detach().view(-1)[-2:-1]
+        before = last.clone()
+        last += 1  # one number, between those that a sample would take
+        with pytest.raises(pl.StoreError, match="other weights or buffers"):
+            pl.collect(model, x, KEY, out=out)
+        last.copy_(before)
+    assert torch.equal(pl.collect(model, x, KEY, out=out)[KEY], want)
+    (out / "collect.json").write_text(
+        (out / "collect.json").read_text().replace('"format": 3', '"format": 2')
+    )
+    assert torch.equal(pl.collect(model, x, KEY, out=out)[KEY], want)
+    with pytest.raises(pl.StoreError, match="an earlier probelens"):
+        pl.collect(model, x.flip(0), KEY, out=out)
+
+
+def test_what_a_run_leaves_on_a_model_makes_it_no_other(tmp_path: Path) -> None:
+    for name, change in (("rwkv", {"rescale_every": 1}), ("llama", {}), ("mamba", {})):
+        model, x = pl.wrap(zoo.more(name, **change)), zoo.tokens(3, 4)
+        acts = pl.collect(model, x, out=tmp_path / name)
+        model(x, output_hidden_states=True)  # transformers puts hooks of its own on for it
+        again = pl.collect(model, x, out=tmp_path / name)
+        assert all(torch.equal(acts[site], again[site]) for site in acts)
 
 
 @pytest.mark.parametrize("old", [False, True])
@@ -120,27 +168,30 @@ def test_the_record_of_a_stream_stays_small_and_every_row_is_checked(tmp_path: P
             Stream(tmp_path, n, "key")
 
 
-def test_a_second_run_on_one_folder_waits_and_finds_what_the_first_wrote(tmp_path: Path) -> None:
+def test_a_second_run_on_one_folder_waits_and_finds_what_the_first_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second, x = pl.wrap(zoo.build("gru")), pl.wrap(zoo.build("gru")), zoo.tokens(6, 4)
     ran: list[str] = []
     found: dict[str, Any] = {}
-
-    second.module.register_forward_pre_hook(lambda module, args: ran.append("second"))
 
     def other() -> None:
         found["second"] = pl.collect(second, x, KEY, out=tmp_path, batch_size=3)
 
     thread = threading.Thread(target=other)
 
-    def meanwhile(tensor: torch.Tensor, hook: pl.HookPoint) -> None:
-        ran.append("first")
+    own = pl.HookedModel.run_with_cache
+
+    def run(model: pl.HookedModel, *args: Any, **kw: Any) -> Any:
+        ran.append("first" if model is first else "second")
         if len(ran) == 1:
             thread.start()
             thread.join(0.5)  # without the lock it would be done by now
             assert thread.is_alive()
+        return own(model, *args, **kw)
 
-    with first.hooks([("hook_embed", meanwhile)]):
-        acts = pl.collect(first, x, KEY, out=tmp_path, batch_size=2)
+    monkeypatch.setattr(pl.HookedModel, "run_with_cache", run)
+    acts = pl.collect(first, x, KEY, out=tmp_path, batch_size=2)
     thread.join()
     assert ran == ["first"] * 3
     assert torch.equal(acts[KEY], found["second"][KEY])
@@ -167,15 +218,16 @@ def test_a_folder_without_a_name_is_refused(
     assert (tmp_path / "collect.json").exists()
 
 
-def test_a_dtype_that_files_lack_is_refused_before_the_model_runs(tmp_path: Path) -> None:
+def test_a_dtype_that_files_lack_is_refused_before_the_model_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     half, full = pl.wrap(zoo.build("gru").to(torch.bfloat16)), pl.wrap(zoo.build("gru"))
-    x, ran, out = zoo.tokens(2, 3), [], tmp_path / "acts"
-    for model, dtype in ((half, None), (full, torch.bfloat16), (full, torch.float8_e4m3fn)):
-        with pytest.raises(pl.InputError, match="can't be streamed.*float16"), model.hooks(
-            [("hook_embed", lambda tensor, hook: ran.append(1))]
-        ):  # fmt: skip
-            pl.collect(model, x, KEY, out=out, dtype=dtype)
-    assert ran == []
+    x, out = zoo.tokens(2, 3), tmp_path / "acts"
+    with monkeypatch.context() as patch:
+        patch.setattr(pl.HookedModel, "run_with_cache", lambda *args, **kw: pytest.fail("it ran"))
+        for model, dtype in ((half, None), (full, torch.bfloat16), (full, torch.float8_e4m3fn)):
+            with pytest.raises(pl.InputError, match="can't be streamed.*float16"):
+                pl.collect(model, x, KEY, out=out, dtype=dtype)
     assert not out.exists()
     assert pl.collect(half, x, KEY, out=out, dtype=torch.float32)[KEY].dtype == torch.float32
     assert pl.collect(full, x, KEY, dtype=torch.bfloat16)[KEY].dtype == torch.bfloat16, "in memory they may"

@@ -351,6 +351,9 @@ def interrupt_in(module: nn.Module, at: int) -> Any:
         if left[0] < 0:
             raise KeyboardInterrupt
 
+    before.__module__ = (
+        "torch"  # part of the model, not a hook of the user's, with which no stream is written
+    )
     return module.register_forward_pre_hook(before)
 
 
