@@ -249,14 +249,16 @@ def _refits(
 ) -> Tensor:
     """Refit probes at every target; their accuracy by position. (target, pos)"""
     from probelens.probing.refit import refit_check
+    from probelens.probing.splits import copies_together
 
+    groups = copies_together(batch.tokens, batch.groups)
     refits: list[Tensor] = []
     for row in rows:
         if row["condition"] != "target":
             continue
         x, new = acts[row["site"]], ablated[row["site"]]()
         found, by_position = refit_check(
-            x, new, batch.labels[label], batch.mask, batch.groups, mlp=mlp, margin=margin, seed=seed
+            x, new, batch.labels[label], batch.mask, groups, mlp=mlp, margin=margin, seed=seed
         )
         row.update(found)
         refits.append(by_position)

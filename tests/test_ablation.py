@@ -18,6 +18,7 @@ from probelens.collect import collect
 from probelens.examples import planted
 from probelens.examples.planted import SITE, World
 from probelens.probing.refit import refit_check
+from probelens.probing.splits import copies_together
 
 D, LENGTH = 8, 5
 
@@ -313,7 +314,7 @@ def test_probes_are_refitted_on_the_states_that_the_model_has_when_every_step_is
     name: str, site: str
 ) -> None:
     """An eraser fitted on the states as they are leaves nothing of the token before in them, and something in these."""
-    model, tokens = pl.wrap(zoo.build(name)), zoo.tokens(400, 8) % 2
+    model, tokens = pl.wrap(zoo.build(name)), zoo.tokens(400, 12) % 2
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[::3, 0] = False
     before = torch.cat([torch.zeros_like(tokens[:, :1]), tokens[:, :-1]], 1)
@@ -336,7 +337,8 @@ def test_probes_are_refitted_on_the_states_that_the_model_has_when_every_step_is
         model.run_with_hooks(tokens, [(site, edit), (site, record)])
     stepped = model.point(site).step
     real = torch.stack(seen, 1) if stepped else seen[0]
-    want, once = (refit_check(x, new, before, mask, batch.groups, mlp=False)[0] for new in (real, eraser(x)))
+    groups = copies_together(tokens, batch.groups)
+    want, once = (refit_check(x, new, before, mask, groups, mlp=False)[0] for new in (real, eraser(x)))
     keys = ("refit_accuracy", "refit_position_accuracy", "readable_after", "baseline")
     assert [got[key] for key in keys] == pytest.approx([want[key] for key in keys], abs=0.01)
     assert once["refit_accuracy"] <= once["baseline"] + 0.02
@@ -647,3 +649,16 @@ def test_a_probe_that_found_nothing_has_an_empty_subspace_whose_ablation_costs_n
     result = pl.ablate(model, held, nothing, label="state", controls=2, mlp=False)
     assert {row["rank"] for row in result.targets()} == {0}
     assert {row["drop"] for row in result.rows} == {0.0}
+
+
+def test_copies_of_a_sequence_are_on_one_side_of_the_refit() -> None:
+    """Labels at random: what a refitted probe reads on a copy, it has learned by heart."""
+    g = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 2, (24, 10), generator=g).repeat_interleave(6, 0)
+    labels = torch.randint(0, 2, (24, 10), generator=g).repeat_interleave(6, 0)
+    model = pl.wrap(zoo.build("gru"))
+    site = "blocks.1.hook_resid_post"
+    d = model.cfg.d_model
+    space = pl.Subspace(torch.eye(d)[:1], torch.zeros(d))
+    found = pl.ablate(model, pl.tasks.Batch(tokens, {"y": labels}), {site: space}, label="y", metric="accuracy", target="y", controls=0, mlp=False)  # fmt: skip
+    assert found.targets()[0]["refit_position_accuracy"] < 0.75

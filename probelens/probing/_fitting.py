@@ -48,8 +48,11 @@ class Fitted:
         rows = _some(len(x_train), max_rows, seed)
         x_train, x_val, x_test = x_train[rows], x[split.val][val], x[split.test]
         # In float64 a large offset leaves digits that float32 has not; it is taken off before they are lost.
-        offset = x_train.mean(0) if x.dtype == torch.float64 else torch.zeros(x.shape[-1])
-        x_train, x_val, x_test = ((part - offset).float() for part in (x_train, x_val, x_test))
+        offset = torch.zeros(x.shape[-1], dtype=torch.float64)
+        if x.dtype == torch.float64:
+            offset = x_train.mean(0)
+            x_train, x_val, x_test = (part - offset for part in (x_train, x_val, x_test))
+        x_train, x_val, x_test = x_train.float(), x_val.float(), x_test.float()
         ys = [y[split.train][train][rows] for y in tasks.values()]
         for name, y in zip(tasks, ys, strict=True):
             if len(y.unique()) < 2:
