@@ -427,7 +427,8 @@ class Adapter:
             if not self.accepts("attention_mask"):
                 raise InputError(
                     f"{type(self.module).__name__}.forward takes no attention_mask. "
-                    "Pad on the right and ignore those positions, or pass inputs as a mapping."
+                    "Pad on the right and ignore those positions (where the model reads both ways, run sequences of "
+                    "equal length together), or pass inputs as a mapping."
                 )
             extra = {**extra, "attention_mask": mask}
         return Call((tokens,), extra, tokens if not tokens.is_floating_point() else None, mask)

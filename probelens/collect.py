@@ -16,6 +16,7 @@ from torch import Tensor
 
 from probelens._forwards import hooked_by_hand
 from probelens._offload import stored
+from probelens._padding import has_gap, reads_both_ways
 from probelens._quick import quick
 from probelens._settings import whole_number
 from probelens._stream import RECORD, Stream, need_storable
@@ -229,23 +230,22 @@ def stops_at(model: HookedModel, names: list[str]) -> int | None:
     return last if inner and last < model.cfg.n_layers else None
 
 
-def padding_mask(mask: Tensor | None) -> Tensor | None:
+def padding_mask(mask: Tensor | None, model: HookedModel | None = None) -> Tensor | None:
     """The attention mask that a batch with this mask needs, or None if it needs none.
 
     Padding on the right never reaches an earlier position of a causal model, so only a real token
-    after padding calls for a mask.
+    after padding calls for a mask; on a model that reads both ways every padding does.
 
     Args:
         mask: True on real tokens. (example, pos)
+        model: The wrapped model; a causal one if None.
 
     Returns:
         1 for real tokens, 0 for padding, or None. (example, pos)
     """
     if mask is None or bool(mask.all()):
         return None
-    real = mask.long()
-    gap = (real[:, 1:] > real[:, :-1]).any()
-    return real if bool(gap) else None
+    return mask.long() if has_gap(mask) or (model is not None and reads_both_ways(model)) else None
 
 
 def _inputs(
@@ -304,10 +304,8 @@ def told(model: HookedModel, attention: Tensor | None) -> Tensor | None:
     """
     if attention is None:
         return None
-    if not model.adapter.accepts("attention_mask"):
-        both_ways = any(getattr(module, "bidirectional", False) for module in model.module.modules())
-        if bool(attention.bool().all()) or (padding_mask(attention.bool()) is None and not both_ways):
-            return None
+    if not model.adapter.accepts("attention_mask") and padding_mask(attention.bool(), model) is None:
+        return None
     return attention.long()
 
 

@@ -206,7 +206,7 @@ def patch_sites(
     m = _positions(pairs, pos)
     plan = Plan(model, m, pairs.read_pos.long())
     into, source = (pairs.corrupted, pairs.clean) if mode == "denoise" else (pairs.clean, pairs.corrupted)
-    mask = padding_mask(pairs.mask)
+    mask = padding_mask(pairs.mask, model)
     reasons = {site.name: plan.reason(site.name) for site in sites}
     asked = [site for site in sites if reasons[site.name] is None]
 

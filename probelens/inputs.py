@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probelens._padding import positions_told
 from probelens.adapter import Call
 from probelens.errors import InputError, ShapeError
 from probelens.names import PointNames
@@ -129,12 +130,13 @@ class ModelInputs(PointNames):
                     f"start_at_layer={start} needs the residual entering that block, (batch, pos, d_model), "
                     f"got {described(inputs)}"
                 )
-            return self.adapter.resid_call(inputs.to(device), mask, extra)
+            return self.adapter.resid_call(inputs.to(device), mask, positions_told(self, mask, extra))
         if isinstance(inputs, str) or (
             isinstance(inputs, (list, tuple)) and len(inputs) > 0 and all(isinstance(t, str) for t in inputs)
         ):
             tokens, made = self._tokenize(inputs, bos)
-            return self.adapter.call(tokens, made if mask is None else mask, extra)
+            mask = made if mask is None else mask
+            return self.adapter.call(tokens, mask, positions_told(self, mask, extra))
         if isinstance(inputs, Mapping):
             kwargs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
             mask = mask if mask is not None else kwargs.get("attention_mask")
@@ -142,7 +144,7 @@ class ModelInputs(PointNames):
                 kwargs["attention_mask"] = mask
             ids = kwargs.get("input_ids")
             self._check_tokens(ids)
-            return Call((), {**kwargs, **extra}, ids, mask)
+            return Call((), positions_told(self, mask, {**kwargs, **extra}), ids, mask)
         if isinstance(inputs, (list, tuple)):
             if not len(inputs):
                 raise ShapeError(f"tokens must be (batch, pos) and not empty, got {inputs!r}")
@@ -156,7 +158,7 @@ class ModelInputs(PointNames):
             if not inputs.is_floating_point() and inputs.ndim == 1:
                 inputs = inputs[None]
             self._check_tokens(inputs)
-            return self.adapter.call(inputs.to(device), mask, extra)
+            return self.adapter.call(inputs.to(device), mask, positions_told(self, mask, extra))
         return self.adapter.call(inputs, mask, extra)
 
     def _check_tokens(self, tokens: Any) -> None:

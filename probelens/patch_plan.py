@@ -193,7 +193,7 @@ def patch_plan(
     where, labels = columns(pos, pairs.clean.shape[1], len(pairs))
     check_positions(model, names, where)
     into, source = (pairs.corrupted, pairs.clean) if mode == "denoise" else (pairs.clean, pairs.corrupted)
-    mask = padding_mask(pairs.mask)
+    mask = padding_mask(pairs.mask, model)
     read = Read(read_metric(metric), pairs.read_pos[:, None].long(), {"answers": pairs.answers})
     values = _Source(model, source, names, mask)
     groups = [names] if joint else [[name] for name in names]

@@ -356,7 +356,7 @@ def attribute(
     where, labels = columns(pos, pairs.clean.shape[1], len(pairs))
     check_positions(model, names, where)
     into, source = (pairs.corrupted, pairs.clean) if mode == "denoise" else (pairs.clean, pairs.corrupted)
-    mask = padding_mask(pairs.mask)
+    mask = padding_mask(pairs.mask, model)
     fn = read_metric(metric)
     read = Read(fn, pairs.read_pos[:, None].long(), {"answers": pairs.answers})
     values = collect(model, source, names, batch_size=batch_size, attention_mask=mask).tensors
