@@ -156,9 +156,7 @@ def _inert(rows: pd.DataFrame) -> list[Claim]:
     last = found[found["layer"] == found["n_layers"] - 1]
     final = "; ".join(f"{_who(r)} {r.probe_accuracy:.1%}" for r in each(last))
     return [
-        Claim(
-            claim, "at most 0.2 %", said, span, every(verdicts), f"Readable at the final layer: {final}."
-        )
+        Claim(claim, "at most 0.2 %", said, span, every(verdicts), f"Readable at the final layer: {final}.")
     ]
 
 
