@@ -479,3 +479,18 @@ def test_the_controls_of_a_probe_stand_beside_it() -> None:
         rows.append({**about, "control": "control_task", "accuracy": 0.6})
     table = formal_report.controls_table(pd.DataFrame(rows))
     assert "| LSTM Dyck: top | 0.40 | 0.45 | 0.80 | 0.00 0.25 | 1.0 1.5 |" in table
+
+
+def test_a_model_is_judged_beyond_the_twentieth_position() -> None:
+    rows = behaviour("lstm", "parity", *PERFECT) + behaviour("gru", "parity", 0.97, 0.8, 0.8, 0.8, 0.8)
+    claim = "2. LSTM and GRU generalise perfectly on Parity"
+    assert "(not learned)" not in str(found(rows, claim).ours)
+    late = [
+        {**row, "span": "late", "accuracy": 0.94}
+        for row in rows
+        if row["arch"] == "gru" and row["length"] == 40
+    ]
+    assert "GRU (not learned) 80.0%" in str(found(rows + late, claim).ours)
+    cut = ablated("gru", "parity", "direction", [0.5, 0.5, 0.5])
+    assert found(rows + cut, "6. Ablating the best probe direction").agrees is True
+    assert found(rows + late + cut, "6. Ablating the best probe direction").ours == "not run"

@@ -42,8 +42,7 @@ def _sizes(rows: pd.DataFrame) -> list[Claim]:
 
 
 def _answers(rows: pd.DataFrame, claim: str, paper: str) -> pd.DataFrame:
-    found = rows_of(rows, "behaviour", claim, paper)
-    return of_learned(found[found["span"] == "all"])
+    return of_learned(rows_of(rows, "behaviour", claim, paper))
 
 
 def _accuracies(rows: pd.DataFrame, claim: str, paper: str) -> pd.DataFrame:

@@ -19,7 +19,7 @@ from probelens.examples.refit_the_probe.figures import LAST, over_seeds
 from probelens.examples.refit_the_probe.formal_cell import RANKS
 from probelens.examples.refit_the_probe.running import each
 from probelens.examples.refit_the_probe.setup import TITLES
-from probelens.examples.refit_the_probe.speaking import LEARNED
+from probelens.examples.refit_the_probe.speaking import of_learned
 from probelens.permutation import holm, sign_flip
 from probelens.report import Claim
 from probelens.stats import hierarchical_bootstrap
@@ -200,13 +200,14 @@ def _gaps(behaviour: pd.DataFrame) -> pd.DataFrame:
     ).dropna()
     if not {True, False} <= set(table.columns) or table.empty:
         return pd.DataFrame({"first": [], "mean": []})
-    by_seed = table.groupby(level="train_seed")
     at = float(part["length"].min())
-    kept = by_seed[True].first() >= LEARNED
+    with_it = of_learned(behaviour[behaviour["convolution"].astype(bool)])
+    able = set(with_it[with_it["n_learned"] > 0]["train_seed"])
     gap = 100 * (table[False] - table[True])
     found = pd.DataFrame(
         {"first": gap.xs(at, level="length"), "mean": gap.groupby(level="train_seed").mean()}
-    )[kept]
+    )
+    found = found[found.index.isin(able)]
     found.attrs["at"] = at
     return found
 

@@ -70,7 +70,6 @@ def over_seeds(rows: pd.DataFrame, by: list[str], value: str) -> pd.DataFrame:
 def behaviour(rows: pd.DataFrame) -> go.Figure | None:
     """Accuracy of the models' answers by length."""
     found = main_cells(rows, "behaviour")
-    found = found[found["span"] == "all"]
     if found.empty:
         return None
     found = of_learned(found)
