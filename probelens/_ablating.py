@@ -42,6 +42,7 @@ CONTROLS: tuple[Control, ...] = ("random", "random_matched", "pca")
 # The sign of clean − ablated where the ablation hurts; of a metric of the caller's own it isn't known.
 COST = {"accuracy": 1, "next_token_loss": -1}
 NOTHING_SCORED = "no position is scored: the mask is False everywhere, or the sequences are too short"
+ROOM = 1e-6  # a model no further above chance than rounding has nothing to lose, so no scale for a loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,7 +264,7 @@ def score(
         row.update(
             chance=chance,
             value=values[i].mean().item(), clean=clean.mean().item(), drop=drop, lo=found.low[i].item(),
-            hi=found.high[i].item(), damage=drop / room if chance is not None and room > 0 else None,
+            hi=found.high[i].item(), damage=drop / room if chance is not None and room > ROOM else None,
         )  # fmt: skip
     _effects(rows, values, clean, chance, seed, COST.get(metric) if isinstance(metric, str) else None)
     return values, clean
@@ -298,7 +299,7 @@ def _effects(
         room = torch.ones_like(clean) if chance is None else clean - chance
         for kind in ("random_matched", "random"):
             mine = [j for j, r in enumerate(rows) if r["site"] == row["site"] and r["condition"] == kind]
-            if mine and room.mean() > 0:
+            if mine and room.mean() > ROOM:
                 found = ratio_of_means(
                     (values[mine].mean(0) - values[i])[None], room[None], seed=seed, n_draws=1000
                 )

@@ -69,7 +69,7 @@ TERMS: dict[str, tuple[str, str]] = {
     "random": (
         "Random control",
         "Removing any subspace can hurt. The same ablation is therefore done with random subspaces of "
-        "the same rank, at least 20 draws. Only a drop beyond theirs belongs to this subspace in "
+        "the same rank, 20 draws unless the run says otherwise. Only a drop beyond theirs belongs to this subspace in "
         "particular. A random subspace usually carries less of the activations' variance than the "
         "probe's, so where it is shown a control matched in the variance removed is the stricter one.",
     ),

@@ -249,9 +249,9 @@ def _refits(
 ) -> Tensor:
     """Refit probes at every target; their accuracy by position. (target, pos)"""
     from probelens.probing.refit import refit_check
-    from probelens.probing.splits import copies_together
+    from probelens.probing.splits import copies_together, real_tokens
 
-    groups = copies_together(batch.tokens, batch.groups)
+    groups = copies_together(real_tokens(batch.tokens, batch.mask, batch.attention_mask), batch.groups)
     refits: list[Tensor] = []
     for row in rows:
         if row["condition"] != "target":

@@ -170,7 +170,7 @@ def erase(
     target = label_of(
         held_batch, label_of(held_batch, label, "label") if target is None else target, "target"
     )
-    _apart(fit_batch.tokens, held_batch.tokens)
+    _apart(fit_batch, held_batch)
     names = expand(model, sites)
     spaces: dict[str, Subspace | Eraser]
     with _quick(model):
@@ -223,11 +223,11 @@ def _inlp(
     batch_size: int, seed: int, progress: bool,
 ) -> dict[str, Any]:  # fmt: skip
     from probelens.probing.refit import guess_accuracy
-    from probelens.probing.splits import copies_together, split_by_group
+    from probelens.probing.splits import copies_together, real_tokens, split_by_group
 
     acts = _activations(model, batch, names, batch_size)
     labels = batch.labels[label]
-    kept = copies_together(batch.tokens, batch.groups)
+    kept = copies_together(real_tokens(batch.tokens, batch.mask, batch.attention_mask), batch.groups)
     groups = kept[:, None].expand(labels.shape)
     # INLP splits in the same way, so this is what can be guessed on its test rows.
     baseline = max(guess_accuracy(labels, batch.mask, split_by_group(kept, seed=seed)))
@@ -256,11 +256,15 @@ def _activations(model: HookedModel, batch: Any, names: list[str], batch_size: i
     return found
 
 
-def _apart(fit: Tensor, held: Tensor) -> None:
-    if fit.shape[1] != held.shape[1]:
-        return
-    known = {tuple(row) for row in fit.tolist()}
-    shared = sum(tuple(row) in known for row in held.tolist())
+def _apart(fit: Any, held: Any) -> None:
+    from probelens.probing.splits import real_tokens
+
+    def texts(batch: Any) -> list[tuple[int, ...]]:
+        real = real_tokens(batch.tokens, batch.mask, batch.attention_mask)
+        return [tuple(token for token in row if token >= 0) for row in real.tolist()]
+
+    known = set(texts(fit))
+    shared = sum(text in known for text in texts(held))
     if shared > 0.05 * len(held):
         raise InputError(
             f"{shared} of {len(held)} held-out sequences are also in fit_batch, so what is measured on them is not "

@@ -124,6 +124,10 @@ class PatchResult(Result):
     def _ratio(self, rows: Tensor) -> Tensor:
         clean, corrupted = self.clean[rows].double().mean(), self.corrupted[rows].double().mean()
         gap = clean - corrupted
+        if bool(gap.isnan()):
+            raise MetricError(
+                "the metric is NaN for some pairs, so there is no gap to restore. Mask these pairs, or mend it."
+            )
         if not bool(gap.abs() > 1e-12):
             raise MetricError(
                 "clean and corrupted runs have the same mean metric, so there is no gap to restore. "

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import probelens as pl
 from probelens import subspaces
-from probelens._ablating import after
+from probelens._ablating import _effects, after
 from probelens.ablation import feeds_readout, verdict
 from probelens.collect import collect
 from probelens.examples import planted
@@ -662,3 +662,18 @@ def test_copies_of_a_sequence_are_on_one_side_of_the_refit() -> None:
     space = pl.Subspace(torch.eye(d)[:1], torch.zeros(d))
     found = pl.ablate(model, pl.tasks.Batch(tokens, {"y": labels}), {site: space}, label="y", metric="accuracy", target="y", controls=0, mlp=False)  # fmt: skip
     assert found.targets()[0]["refit_position_accuracy"] < 0.75
+
+
+def test_a_model_at_chance_has_no_scale_for_a_loss() -> None:
+    """Means that differ from chance by rounding alone: no damage, no effect, and no error."""
+    clean = torch.tensor([0.4, 0.5, 0.6, 0.5], dtype=torch.float64)
+    values = torch.stack([clean - 0.1, clean])
+    for chance in (0.5, 0.5 - 1e-16, 0.5 - 1e-9):
+        rows: list[dict[str, object]] = [
+            {"condition": "target", "site": "s", "damage": None, "drop": 0.1},
+            {"condition": "random_matched", "site": "s", "damage": None, "drop": 0.0},
+        ]
+        _effects(rows, values, clean, chance, 0, 1)  # type: ignore[arg-type]
+        assert rows[0]["effect"] is None
+    _effects(rows, values, clean, 0.25, 0, 1)  # type: ignore[arg-type]
+    assert rows[0]["effect"] == pytest.approx(0.4)

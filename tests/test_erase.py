@@ -13,10 +13,12 @@ import probelens as pl
 from probelens import subspaces
 from probelens.collect import collect
 from probelens.dose import first_directions
+from probelens.erasure_sweep import _apart
 from probelens.examples import planted
 from probelens.examples.planted import SITE, World
 from probelens.probing import split_by_group
 from probelens.probing.refit import guess_accuracy, position_probes, refit_check
+from probelens.tasks import Batch
 
 
 @pytest.fixture(scope="module")
@@ -402,3 +404,16 @@ if __name__ == "__main__":  # prints the table of times in docs/api/erasure_swee
                     else f"{wall:.0f} s (busy: CPU {used:.0f} s)"
                 )
         print("| " + " | ".join(said) + " |", flush=True)
+
+
+def test_held_out_sequences_are_told_by_their_real_tokens() -> None:
+    g = torch.Generator().manual_seed(0)
+    tokens, mask = torch.randint(2, 9, (50, 12), generator=g), torch.ones(50, 12, dtype=torch.bool)
+    mask[:, 8:] = False
+    fit, held = (Batch(tokens.where(mask, pad), {}, mask) for pad in (0, 1))
+    with pytest.raises(pl.InputError, match="50 of 50 held-out"):
+        _apart(fit, held)
+    shorter = Batch(tokens[:, :8], {})
+    with pytest.raises(pl.InputError, match="50 of 50 held-out"):
+        _apart(fit, shorter)
+    _apart(fit, Batch(torch.randint(2, 9, (50, 12), generator=g), {}, mask))

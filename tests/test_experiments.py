@@ -154,3 +154,16 @@ def test_a_run_may_grow_but_not_change(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="holds a run with other settings"):
             other.start(tmp_path, free=("out", "seeds"))
     assert RunRecord.load(tmp_path).cells == ["0", "1"]
+
+
+@pytest.mark.parametrize("bad", [{"a": 1}, "abc", None, 3, [1, 2]])
+def test_a_cell_that_returns_no_rows_has_failed(tmp_path: Path, bad: object) -> None:
+    report = run_grid(lambda config, folder: bad, [{"x": 1}], Store(tmp_path / "run"), workers=1)  # type: ignore[arg-type,return-value]
+    assert "list of rows" in report.failed[report.keys[0]]
+    good = run_grid(lambda config, folder: [{"a": 1}], [{"x": 1}], Store(tmp_path / "run"), workers=1)
+    assert not good.failed
+
+
+def test_a_config_that_is_no_dict_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(pl.InputError, match="a config is a dict"):
+        run_grid(square, [3], Store(tmp_path / "run"), workers=1)  # type: ignore[list-item]

@@ -9,9 +9,11 @@ import pandas as pd
 import pytest
 
 import probelens as pl
-from probelens.examples.refit_the_probe import formal_report
+from probelens.examples.refit_the_probe import formal, formal_report, publish
 from probelens.examples.refit_the_probe.claims import claims
 from probelens.examples.refit_the_probe.figures import FIGURES, over_seeds
+from probelens.examples.refit_the_probe.running import command_of, told, unfinished
+from probelens.experiments import RunRecord
 from probelens.report import Claim
 
 LENGTHS = (40, 60, 80, 100, 120)
@@ -494,3 +496,30 @@ def test_a_model_is_judged_beyond_the_twentieth_position() -> None:
     cut = ablated("gru", "parity", "direction", [0.5, 0.5, 0.5])
     assert found(rows + cut, "6. Ablating the best probe direction").agrees is True
     assert found(rows + late + cut, "6. Ablating the best probe direction").ours == "not run"
+
+
+def test_publishing_says_in_a_sentence_what_it_cannot_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    docs = Path(__file__).resolve().parent.parent / "docs"
+    page = tmp_path / "page.md"
+    page.write_text("no marks")
+    with pytest.raises(pl.InputError, match="no table to write"):
+        formal_report.main([str(docs / "data/paper/formal.parquet"), "--page", str(page)])
+    with pytest.raises(pl.InputError, match="two recipes"):
+        publish.main([str(docs / f"data/paper/{name}.parquet") for name in ("code", "pretrained")])
+    with pytest.raises(SystemExit) as end:
+        told(lambda: publish.main([str(tmp_path / "none.parquet")]))
+    assert end.value.code == 2
+    assert "no rows at" in capsys.readouterr().err
+
+
+def test_a_report_says_how_it_is_made_again_and_what_is_missing(tmp_path: Path) -> None:
+    config = formal.Config(out="x", archs=("gru",), seeds=(0, 1), length=12)
+    assert (
+        command_of("paper-formal", config)
+        == "probelens run paper-formal --set archs=gru --set seeds=0,1 --set length=12"
+    )
+    assert command_of("paper-formal", formal.Config(out="x")) == "probelens run paper-formal"
+    record = RunRecord("paper-formal", {}, ["ab", "cd"])
+    assert unfinished(record, tmp_path)["Not finished"].startswith("2 of 2 cells")

@@ -15,6 +15,7 @@ import probelens as pl
 from probelens.errors import InputError, ShapeError
 from probelens.probing import control_labels, online_codelength, probe_values, refit_accuracy, split_by_group
 from probelens.probing.refit import refit_check
+from probelens.probing.splits import real_tokens
 from probelens.tasks import Dyck, Parity
 
 N, T, D = 200, 8, 12
@@ -453,3 +454,21 @@ def test_next_to_a_baseline_of_almost_one_a_perfect_probe_still_reads() -> None:
     assert found.rank >= 1
     noise, _ = refit_check(x[..., 1:], x[..., 1:], y, mask, groups, mlp=False)
     assert noise["readable_before"] is False
+
+
+def test_what_stands_in_padding_changes_no_split() -> None:
+    g = torch.Generator().manual_seed(0)
+    tokens, y = torch.randint(2, 6, (120, 9), generator=g), torch.randint(0, 2, (120, 9), generator=g)
+    mask = torch.ones(120, 9, dtype=torch.bool)
+    mask[::2, 4:] = False
+    x = torch.randn(120, 9, 5, generator=g)
+    rows = [
+        pl.probe(x, y, mask=mask, tokens=tokens.where(mask, pad), n_boot=20).rows[0]
+        for pad in (torch.tensor(0), torch.randint(0, 9, (120, 9), generator=g))
+    ]
+    assert {k: rows[0][k] for k in ("accuracy", "n_test", "C")} == {
+        k: rows[1][k] for k in ("accuracy", "n_test", "C")
+    }
+    same = real_tokens(tokens.where(mask, 0), mask)
+    assert torch.equal(same, real_tokens(tokens.where(mask, 1), mask))
+    assert not torch.equal(same, real_tokens(tokens.where(mask, 0), mask.logical_not()))

@@ -373,4 +373,4 @@ def report(config: Config, record: RunRecord) -> Path:
     """
     from probelens.examples.refit_the_probe.code_depth_report import write
 
-    return write(finished_rows(config.out), Path(config.out), dataclasses.asdict(config), record.versions)
+    return write(finished_rows(config.out), config, record)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,8 @@ import pandas as pd
 
 from probelens import plots
 from probelens.examples.refit_the_probe.claim_rules import fits
-from probelens.examples.refit_the_probe.running import best, each, write_claims
+from probelens.examples.refit_the_probe.running import best, command_of, each, unfinished, write_claims
+from probelens.experiments import RunRecord
 from probelens.report import Chart, Claim, Section, Table, write_report
 
 if TYPE_CHECKING:
@@ -67,18 +68,18 @@ def profiles(rows: pd.DataFrame) -> go.Figure:
     )  # fmt: skip
 
 
-def write(rows: pd.DataFrame, folder: Path, config: Mapping[str, Any], versions: Mapping[str, str]) -> Path:
+def write(rows: pd.DataFrame, config: Any, record: RunRecord) -> Path:
     """Write ``claims.parquet`` and ``report.html``.
 
     Args:
         rows: Rows of the finished cells.
-        folder: Where to.
-        config: Settings of the run.
-        versions: Versions of what the numbers depend on.
+        config: Settings of the run; its ``out`` is the run folder.
+        record: What the run folder says about itself.
 
     Returns:
         The report's file.
     """
+    folder = Path(config.out)
     found = claims(rows)
     write_claims(found, folder)
     kept = ["model", "label", "verdict", "why", "baseline"]
@@ -100,10 +101,11 @@ def write(rows: pd.DataFrame, folder: Path, config: Mapping[str, Any], versions:
         ],
         paper=found,
         measured={
+            **unfinished(record, folder),
             "Models": ", ".join(f"{r.model} ({r.n_params / 1e6:.1f}M)" for r in each(first.drop_duplicates("model"))),
             "Code": f"{first['functions'].iloc[0]} functions of {first['modules'].iloc[0]} modules; a module is on one side of the split",
         },
-        config={k: v for k, v in config.items() if k not in ("out", "workers")},
-        versions=versions,
-        reproduce=["probelens run paper-code-depth --preset cpu --model FOLDER"],
+        config={k: v for k, v in dataclasses.asdict(config).items() if k not in ("out", "workers")},
+        versions=record.versions,
+        reproduce=[command_of(record.recipe, config)],
     )  # fmt: skip

@@ -166,7 +166,10 @@ def transfer(rows: pd.DataFrame) -> go.Figure | None:
 
 
 FIGURES: dict[str, tuple[Callable[[pd.DataFrame], go.Figure | None], str]] = {
-    "behaviour": (behaviour, "Accuracy of the models' own answers by sequence length; trained at 40 tokens."),
+    "behaviour": (
+        behaviour,
+        "Accuracy of the models' own answers by sequence length; the dashed line is the length of training.",
+    ),
     "profiles": (
         profiles,
         "Probe accuracy by layer, positions from the 16th on; dashed: the same architecture untrained.",

@@ -80,7 +80,7 @@ class Config:
             n_probe=5,
             n_leace=5,
             n_inlp=5,
-            n_held=1,
+            n_held=2,
             n_length=1,
             n_pairs=1,
             controls=0,
@@ -151,6 +151,8 @@ def run(config: Config, progress: bool = True) -> Path:
         unknown = [name for name in asked if name not in allowed]
         if unknown:
             raise pl.InputError(f"unknown {', '.join(map(repr, unknown))}: allowed are {', '.join(allowed)}")
+    if bad := [std for std in config.stds if not std > 0]:
+        raise pl.InputError(f"stds={bad[0]}: a scale of an embedding is above 0")
     if not (config.archs and config.tasks and config.seeds):
         raise pl.InputError("archs, tasks and seeds must name at least one each")
     return run_cells(
@@ -179,4 +181,4 @@ def report(config: Config, record: RunRecord) -> Path:
     """
     from probelens.examples.refit_the_probe.formal_report import write
 
-    return write(finished_rows(config.out), Path(config.out), dataclasses.asdict(config), record.versions)
+    return write(finished_rows(config.out), config, record)

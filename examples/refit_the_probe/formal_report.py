@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ from probelens.examples.refit_the_probe.claims import claims
 from probelens.examples.refit_the_probe.figures import CELL, FIGURES, main_cells, named, of_kind
 from probelens.examples.refit_the_probe.running import (
     claims_table,
+    command_of,
     fill,
     merged,
+    told,
+    unfinished,
     write_claims,
     write_pictures,
 )
 from probelens.examples.refit_the_probe.setup import LABELS, NAMES, TASKS, TITLES
+from probelens.experiments import RunRecord
 from probelens.files import atomic_path, write_rows
 from probelens.report import Chart, Section, Table, write_report
 
@@ -53,18 +58,18 @@ SECTIONS = (
 )
 
 
-def write(rows: pd.DataFrame, folder: Path, config: Mapping[str, Any], versions: Mapping[str, str]) -> Path:
+def write(rows: pd.DataFrame, config: Any, record: RunRecord) -> Path:
     """Write ``claims.parquet`` and ``report.html``.
 
     Args:
         rows: Rows of the finished cells.
-        folder: Where to.
-        config: Settings of the run.
-        versions: Versions of what the numbers depend on.
+        config: Settings of the run; its ``out`` is the run folder.
+        record: What the run folder says about itself.
 
     Returns:
         The report's file.
     """
+    folder = Path(config.out)
     found = claims(rows)
     write_claims(found, folder)
     cells = rows[list(CELL)].drop_duplicates()
@@ -84,13 +89,14 @@ def write(rows: pd.DataFrame, folder: Path, config: Mapping[str, Any], versions:
         sections=sections,
         paper=found,
         measured={
+            **unfinished(record, folder),
             "Cells": f"{len(cells)} trained models: {', '.join(sorted(set(rows['arch'])))} on {', '.join(sorted(set(rows['task'])))}",
             "Seeds": f"{rows['train_seed'].nunique()} per cell at most; with one, intervals are over sequences and say "
             "nothing about how another training run would differ",
         },
-        config={k: v for k, v in config.items() if k not in ("out", "workers")},
-        versions=versions,
-        reproduce=["probelens run paper-formal --preset cpu"],
+        config={k: v for k, v in dataclasses.asdict(config).items() if k not in ("out", "workers")},
+        versions=record.versions,
+        reproduce=[command_of(record.recipe, config)],
     )  # fmt: skip
 
 
@@ -242,4 +248,4 @@ def sites_table(rows: pd.DataFrame) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    told(main)

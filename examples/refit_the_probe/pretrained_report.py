@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from probelens.examples.refit_the_probe.claims_using import (
     refit_claim,
     with_known,
 )
-from probelens.examples.refit_the_probe.running import best, each, write_claims
+from probelens.examples.refit_the_probe.running import best, command_of, each, unfinished, write_claims
 from probelens.examples.refit_the_probe.setup import LABELS, TITLES
 from probelens.examples.refit_the_probe.speaking import speaking
+from probelens.experiments import RunRecord
 from probelens.report import Chart, Claim, Section, Table, write_report
 
 __all__ = ["claims", "figures", "layers", "write"]
@@ -281,18 +282,18 @@ def figures(rows: pd.DataFrame) -> list[Chart]:
     return made
 
 
-def write(rows: pd.DataFrame, folder: Path, config: Mapping[str, Any], versions: Mapping[str, str]) -> Path:
+def write(rows: pd.DataFrame, config: Any, record: RunRecord) -> Path:
     """Write ``claims.parquet`` and ``report.html``.
 
     Args:
         rows: Rows of the finished cells.
-        folder: Where to.
-        config: Settings of the run.
-        versions: Versions of what the numbers depend on.
+        config: Settings of the run; its ``out`` is the run folder.
+        record: What the run folder says about itself.
 
     Returns:
         The report's file.
     """
+    folder = Path(config.out)
     found = claims(rows)
     write_claims(found, folder)
     own = answered(rows)[["model", "task", "train_seed", "length", "accuracy", "balanced_accuracy"]]
@@ -315,10 +316,11 @@ def write(rows: pd.DataFrame, folder: Path, config: Mapping[str, Any], versions:
         ],
         paper=found,
         measured={
+            **unfinished(record, folder),
             "Cells": f"{', '.join(dict.fromkeys(rows['model']))} on {', '.join(TITLES[t] for t in dict.fromkeys(rows['task']))}",
             "Seeds": f"{seeds}; with one, intervals are over sequences and say nothing about another fine-tuning",
         },
-        config={k: v for k, v in config.items() if k not in ("out", "workers")},
-        versions=versions,
-        reproduce=["probelens run paper-pretrained --preset cpu --model FOLDER"],
+        config={k: v for k, v in dataclasses.asdict(config).items() if k not in ("out", "workers")},
+        versions=record.versions,
+        reproduce=[command_of(record.recipe, config)],
     )  # fmt: skip

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pandas as pd
 
+import probelens as pl
 from probelens.examples.refit_the_probe import code_depth_report, pretrained_report
 from probelens.examples.refit_the_probe.formal_report import slim
-from probelens.examples.refit_the_probe.running import claims_table, each, fill, merged, write_pictures
+from probelens.examples.refit_the_probe.running import claims_table, each, fill, merged, told, write_pictures
 from probelens.files import atomic_path, read_rows, write_rows
 
 __all__ = ["code_table", "filled", "layers_table", "main", "sites_table"]
@@ -140,7 +141,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--page", type=Path, help="a Markdown page whose tables to write again")
     args = parser.parse_args(argv)
-    code = is_code(read_rows(args.rows[0])) if args.rows[0].is_file() else False
+    codes = {is_code(read_rows(path)) for path in args.rows if path.is_file()}
+    if len(codes) > 1:
+        raise pl.InputError("rows of two recipes: publish those of code depth and of pretrained models apart")
+    code = codes == {True}
     rows = merged(args.rows, ("model", "seed") if code else ("model", "task", "train_seed"))
     if args.data is not None:
         write_rows(args.data, slim(rows), compression="zstd")
@@ -158,4 +162,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    told(main)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "best",
     "claims_table",
+    "command_of",
     "device_of",
     "each",
     "fill",
@@ -36,6 +38,8 @@ __all__ = [
     "mixed",
     "quiet",
     "run_cells",
+    "told",
+    "unfinished",
     "untrained",
     "write_claims",
 ]
@@ -197,6 +201,28 @@ def run_cells(
     return store.folder
 
 
+def command_of(recipe: str, config: Any) -> str:
+    """The command that makes a run of these settings again: what differs from the recipe's defaults is said."""
+    own = dataclasses.asdict(type(config)())
+    said = [
+        f"--set {k}={','.join(map(str, v)) if isinstance(v, (list, tuple)) else v}"
+        for k, v in dataclasses.asdict(config).items()
+        if k not in ("out", "workers") and v != own[k]
+    ]
+    return " ".join([f"probelens run {recipe}", *said])
+
+
+def unfinished(record: RunRecord, folder: Path) -> dict[str, str]:
+    """What a report must say of cells that were planned and are not in it; empty where all are."""
+    done = set(Store(folder).keys())
+    missing = [key for key in record.cells if key not in done]
+    if not missing:
+        return {}
+    return {
+        "Not finished": f"{len(missing)} of {len(record.cells)} cells failed or were not run; they are in no number here"
+    }
+
+
 def write_claims(claims: Sequence[Claim], folder: Path) -> None:
     """Write ``claims.parquet``; ``agrees`` is True, False or None, the rest is text."""
     import pandas as pd
@@ -216,6 +242,15 @@ def write_pictures(figures: Mapping[str, go.Figure | None], folder: Path) -> Non
                 )
 
 
+def told(main: Callable[[], object]) -> None:
+    """Run a command; what it can't use is said in a sentence, with exit status 2."""
+    try:
+        main()
+    except pl.ProbelensError as err:
+        print(err, file=sys.stderr)
+        sys.exit(2)
+
+
 def claims_table(claims: Sequence[Claim]) -> str:
     """The claims as a Markdown table."""
     word = {True: "yes", False: "no", None: "can't say"}
@@ -227,7 +262,15 @@ def claims_table(claims: Sequence[Claim]) -> str:
 
 
 def fill(page: str, tables: Mapping[str, str]) -> str:
-    """A page with its tables written again: each stands between ``<!-- NAME -->`` and ``<!-- end NAME -->``."""
+    """A page with its tables written again: each stands between ``<!-- NAME -->`` and ``<!-- end NAME -->``.
+
+    Raises:
+        probelens.InputError: The page has none of these marks.
+    """
+    if not any(f"<!-- {name} -->" in page for name in tables):
+        raise pl.InputError(
+            f"the page has no table to write again: none of the marks {', '.join(f'<!-- {n} -->' for n in tables)}"
+        )
     for name, table in tables.items():
         first, last = f"<!-- {name} -->", f"<!-- end {name} -->"
         if first in page:

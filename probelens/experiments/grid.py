@@ -74,6 +74,11 @@ def run_grid(
         InputError: Two cells with the same config.
         KeyboardInterrupt: Passed on; finished cells are kept, and the next run goes on.
     """
+    configs = list(configs)
+    if wrong := [config for config in configs if not isinstance(config, Mapping)]:
+        raise InputError(
+            f"a config is a dict of settings, and {wrong[0]!r:.80} is a {type(wrong[0]).__name__}"
+        )
     planned = [(cell_key(config), dict(config)) for config in configs]
     keys = [key for key, _ in planned]
     if len(set(keys)) != len(keys):

@@ -114,7 +114,12 @@ class Store:
         import pandas as pd
         import pyarrow as pa
 
-        rows = list(rows)
+        found = rows
+        rows = list(rows) if isinstance(rows, Iterable) else [rows]
+        if isinstance(found, Mapping) or not all(isinstance(row, Mapping) for row in rows):
+            raise InputError(
+                f"a cell must return a list of rows, each a dict of column to value, and this one returned {found!r:.80}"
+            )
         if not rows:
             raise InputError(
                 "a cell without rows can't be told from one that didn't run: return at least one row"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from probelens._numbers import tensor_of
 from probelens.errors import InputError, ShapeError
-from probelens.probing.splits import Split, copies_together
+from probelens.probing.splits import Split, copies_together, real_tokens
 
 __all__ = ["Data"]
 
@@ -84,8 +84,12 @@ class Data:
                 f"groups has shape {tuple(groups.shape)}; it must be ({shape[0]},), one a sequence"
             )
         seen, at = _tokens(whole, kept, flat, shape)
-        if whole is not None and len(whole.unique(dim=0)) < len(whole):
-            groups = copies_together(whole, groups)
+        if whole is not None:
+            counts = mask[:, None].expand(whole.shape) if flat else mask
+            if at is not None:
+                counts = torch.zeros(whole.shape, dtype=torch.bool)
+                counts[:, at] = mask
+            groups = copies_together(real_tokens(whole, counts), groups)
         prepared = {site: _prepared(site, x, mask, flat) for site, x in tensors.items()}
         if flat:
             mask = mask[:, None]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
 
-__all__ = ["FRACTIONS", "Split", "copies_together", "split_by_group"]
+__all__ = ["FRACTIONS", "Split", "copies_together", "real_tokens", "split_by_group"]
 
 FRACTIONS = (0.6, 0.2, 0.2)
 """Shares of train, validation and test."""
@@ -74,6 +74,25 @@ def split_by_group(groups: Tensor, fractions: Sequence[float] = FRACTIONS, seed:
     side[order[n_test : n_test + n_val]] = 1
     rows = torch.as_tensor(side, device=ids.device)[ids]
     return Split(*((rows == k).nonzero()[:, 0] for k in range(3)))
+
+
+def real_tokens(tokens: Tensor, mask: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    """Tokens with -1 for padding, so that sequences can be compared whatever stands there.
+
+    Args:
+        tokens: (n, pos)
+        mask: Where labels count; what comes after the last of them can't tell one sequence from another. (n, pos)
+        attention_mask: True on real tokens. (n, pos)
+
+    Returns:
+        (n, pos)
+
+    Examples:
+        >>> real_tokens(torch.tensor([[5, 6, 0]]), torch.tensor([[False, True, False]]))
+        tensor([[ 5,  6, -1]])
+    """
+    counts = mask.bool().flip(1).cumsum(1).flip(1) > 0
+    return tokens.where(counts if attention_mask is None else counts & attention_mask.bool(), -1)
 
 
 def copies_together(tokens: Tensor, groups: Tensor) -> Tensor:
