@@ -42,10 +42,12 @@ def resample(
         between = per_seed.var(axis=0, ddof=1) / n_seeds
         # Seeds that tie exactly, as counts of few examples do, say nothing of their spread; their examples do.
         tied = between == 0
-        within = np.stack([drawn[slots == s].var(axis=0) for s in range(n_seeds)])
-        spread = within.mean(axis=0) / n_seeds
-        df = np.where(tied, float(sum(len(rows) - 1 for rows in nested)), n_seeds - 1.0)
-        return per_seed, draws, np.where(tied, spread, between), np.maximum(df, n_seeds - 1.0)
+        if not tied.any():
+            return per_seed, draws, between, n_seeds - 1.0
+        often = [s for s in range(n_seeds) if (slots == s).sum() > 1]
+        within = np.mean([drawn[slots == s].var(axis=0) for s in often], axis=0) / n_seeds
+        df = np.where(tied, max(sum(len(rows) - 1 for rows in nested), n_seeds - 1), n_seeds - 1.0)
+        return per_seed, draws, np.where(tied, within, between), df
     # One seed: the percentiles' own half width stands for the standard error, as it resists heavy tails.
     n = len(nested[0])
     if n < 2:

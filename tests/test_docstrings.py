@@ -187,7 +187,7 @@ SOURCES = {
     "probing.controls.control_labels": ("Hewitt and Liang 2019", "1909.03368"),
     "probing.controls.selectivity": ("Hewitt and Liang 2019", "1909.03368"),
     "probing.mdl.online_codelength": ("Voita and Titov 2020", "2003.12298"),
-    "probing.protocol.refit_accuracy": ("2606.00926",),
+    "probing.refit.refit_accuracy": ("2606.00926",),
     "ssm.mamba_mixer": ("Gu and Dao 2023", "2312.00752"),
     "ssm.mamba2_mixer": ("Dao and Gu 2024", "2405.21060"),
     "stats.hierarchical_bootstrap": ("Davison and Hinkley 1997",),

@@ -42,6 +42,7 @@ __all__ = [
     "unfinished",
     "untrained",
     "write_claims",
+    "write_pictures",
 ]
 
 

@@ -5,7 +5,8 @@ from probelens.probing.factor import Factorised
 from probelens.probing.linear import LinearProbe, RidgeProbe
 from probelens.probing.mdl import Codelength, online_codelength
 from probelens.probing.mlp import MLPProbe
-from probelens.probing.protocol import ProbeResult, probe, refit_accuracy
+from probelens.probing.protocol import ProbeResult, probe
+from probelens.probing.refit import refit_accuracy
 from probelens.probing.regression import ValueProbeResult, probe_values
 from probelens.probing.ridge import RidgeFit, ridge_path
 from probelens.probing.solver import LogisticFit, fit_path

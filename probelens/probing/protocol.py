@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from probelens._modes import exact
-from probelens._numbers import tensor_of
-from probelens.errors import InputError, ShapeError, UnknownHookError, nearest
+from probelens.errors import InputError, UnknownHookError, nearest
 from probelens.probing._data import Data
-from probelens.probing._fitting import Fitted, by_position, share
-from probelens.probing._rows import CONTROL, TASK, Recorder, by_group, guesses, key
+from probelens.probing._fitting import Fitted
+from probelens.probing._rows import CONTROL, TASK, Recorder, guesses, key
 from probelens.probing.solver import DEFAULT_CS
 from probelens.probing.splits import FRACTIONS, split_by_group
 from probelens.progress import progress_bar
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
-__all__ = ["ProbeResult", "probe", "refit_accuracy"]
+__all__ = ["ProbeResult", "probe"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -391,85 +390,3 @@ def _numbers(record: Recorder, other: Mapping[str, Tensor] | None, w: int, split
         None if other is None else read(other, data.numbers),
         read(data.tensors, {k: record.controls[k] for k in data.numbers}) if record.controls else None,
     )
-
-
-@exact
-def refit_accuracy(
-    clean: Tensor,
-    ablated: Tensor,
-    labels: Tensor,
-    mask: Tensor,
-    groups: Tensor,
-    *,
-    mlp: bool = True,
-    seed: int = 0,
-) -> tuple[dict[str, Any], Tensor]:
-    """Whether a label can still be read after an ablation: probes fitted before and after it.
-
-    Args:
-        clean: Activations before. (n, pos, d)
-        ablated: Activations after. (n, pos, d)
-        labels: Class ids. (n, pos)
-        mask: Where labels count. (n, pos)
-        groups: What a split keeps together. (n,)
-        mlp: Also a small MLP on the ablated activations.
-        seed: Of the split.
-
-    Returns:
-        probe_accuracy, refit_accuracy, refit_mlp_accuracy (None without ``mlp``), the majority
-        baseline, and the number of test rows, all on the same test sequences; refit_gap, how much
-        less the refitted linear probe reads than the one before, with refit_gap_lo and refit_gap_hi, a
-        95 % interval over test groups, paired (None for a single sequence); and the refitted linear probe's
-        accuracy at each position. (pos,)
-
-    Raises:
-        ShapeError: Tensors that don't fit together.
-        InputError: One class only, or too few groups to split.
-
-    Source:
-        The refitted probe: arXiv 2606.00926 v2.
-    """
-    shapes = [tuple(tensor_of("an argument", t).shape) for t in (clean, ablated, labels, mask, groups)]
-    lead = shapes[0][:-1]
-    if len(lead) != 2 or shapes != [shapes[0], (*lead, shapes[1][-1]), lead, lead, lead[:1]]:
-        raise ShapeError(
-            "need clean and ablated (n, pos, d), labels and mask (n, pos), groups (n,), got "
-            + ", ".join(map(str, shapes))
-        )
-    split = split_by_group(groups, FRACTIONS, seed)
-    tasks = {"label": labels}
-    before = Fitted.of(clean, tasks, mask, split, DEFAULT_CS, 1e-3, None, seed)
-    after = Fitted.of(ablated, tasks, mask, split, DEFAULT_CS, 1e-3, None, seed)
-    keep = mask[split.test]
-    truth = labels[split.test][keep]
-    most = torch.bincount(labels[split.train][mask[split.train]]).argmax()
-    right = [(fit.guess["label"] == labels[split.test]) & keep for fit in (before, after)]
-    row = {
-        "probe_accuracy": share(right[0][keep]),
-        "refit_accuracy": share(right[1][keep]),
-        **_gap(right[0], right[1], keep, groups[split.test]),
-        "refit_mlp_accuracy": None,
-        "baseline": share(truth == most),
-        "refit_n_test": int(keep.sum()),
-    }
-    if mlp:
-        from probelens.probing.mlp import mlp_accuracy
-
-        sides = (split.train, split.val, split.test)
-        parts = [(ablated[i][mask[i]], labels[i][mask[i]]) for i in sides]
-        row["refit_mlp_accuracy"] = mlp_accuracy(*parts, seed=seed)
-    return row, by_position(right[1], keep)
-
-
-def _gap(before: Tensor, after: Tensor, keep: Tensor, groups: Tensor) -> dict[str, float | None]:
-    """What a probe read before and no longer reads after, with its interval over groups."""
-    from probelens.stats import ratio_of_means
-
-    lost, counted = by_group(groups, (before.double() - after.double()).sum(-1), keep.double().sum(-1))
-    if len(lost) < 2:
-        gap = float(lost.sum() / counted.sum())
-        return {"refit_gap": gap, "refit_gap_lo": None, "refit_gap_hi": None}
-    found = ratio_of_means(lost, counted)
-    return {
-        "refit_gap": float(found.estimate), "refit_gap_lo": float(found.low), "refit_gap_hi": float(found.high),
-    }  # fmt: skip
