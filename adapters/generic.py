@@ -8,17 +8,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from probelens.adapter import Adapter, ModelConfig
-from probelens.adapters import _mamba
-from probelens.adapters._blocks import ATTENTION, MIXERS, MLP, BlockParts, first_child, join
-from probelens.adapters._hf import HFAdapter, is_hf
-from probelens.adapters.hf_transformer import HFTransformer
+from probelens.adapters.hf import mixers as _mamba
+from probelens.adapters.hf.blocks import ATTENTION, MIXERS, MLP, BlockParts, first_child, join
+from probelens.adapters.hf.decoder import HFAdapter, is_hf
+from probelens.adapters.hf.transformer import HFTransformer
 from probelens.errors import InputError, nearest
-from probelens.hooks import HookPoint, Tap
+from probelens.hooks.adapter import Adapter, ModelConfig
+from probelens.hooks.switchboard import HookPoint, Tap
 
 __all__ = ["Generic"]
 
-# Mixers that compute what probelens.ssm computes, so that their inside is in reach.
+# Mixers that compute what probelens.kernels.ssm computes, so that their inside is in reach.
 _STATE_SPACE = (
     "MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "Mamba2Mixer", "BambaMixer", "Zamba2MambaMixer",
     "NemotronHMamba2Mixer", "GraniteMoeHybridMambaLayer",
@@ -212,7 +212,7 @@ class Generic(Adapter):
 
     @classmethod
     def wrap(cls, module: Any, **options: Any) -> Any:
-        from probelens.model import HookedModel
+        from probelens.hooks.model import HookedModel
 
         if options.get("blocks") is None and cls.matches(module):
             return HookedModel(module, GenericHF(module, **options))

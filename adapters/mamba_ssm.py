@@ -2,7 +2,7 @@
 
 Its blocks return (output of the mixer, residual) and leave the sum to the next block's norm; its kernels
 need CUDA. Here ``resid_pre`` and ``resid_post`` are the residual stream itself, and where the kernels
-can't run the reference forwards of ``probelens.ssm`` do.
+can't run the reference forwards of ``probelens.kernels.ssm`` do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from probelens.adapter import (
+from probelens.adapters.hf import mixers as _mamba
+from probelens.adapters.hf.blocks import join
+from probelens.adapters.mamba_ssm_files import load as load_checkpoint
+from probelens.errors import InputError
+from probelens.hooks.adapter import (
     RESID,
     Adapter,
     ModelConfig,
@@ -24,13 +28,9 @@ from probelens.adapter import (
     refuse_replaced_forward,
     swapped_forward,
 )
-from probelens.adapters import _mamba
-from probelens.adapters._blocks import join
-from probelens.adapters._mamba_ssm_files import load as load_checkpoint
-from probelens.errors import InputError
-from probelens.hooks import HookPoint, Switchboard, Tap
-from probelens.model import HookedModel
-from probelens.ssm import is_mamba2, mamba2_mixer, mamba_mixer
+from probelens.hooks.model import HookedModel
+from probelens.hooks.switchboard import HookPoint, Switchboard, Tap
+from probelens.kernels.ssm import is_mamba2, mamba2_mixer, mamba_mixer
 
 __all__ = ["MambaSSM", "MambaSSMModel", "load_checkpoint"]
 

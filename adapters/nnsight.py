@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probelens.adapter import Adapter, Call, StopForward
 from probelens.errors import AdapterNotFoundError, InputError, ShapeError
-from probelens.hooks import Entry, HookPoint, Site, Switchboard
-from probelens.model import HookedModel
-from probelens.registry import find_adapter
+from probelens.hooks.adapter import Adapter, Call, StopForward
+from probelens.hooks.model import HookedModel
+from probelens.hooks.registry import find_adapter
+from probelens.hooks.switchboard import Entry, HookPoint, Site, Switchboard
 
 __all__ = ["NNsight"]
 

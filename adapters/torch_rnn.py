@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from probelens._unwrap import own_layers, unadapted
-from probelens.adapter import (
+from probelens.adapters.hf.decoder import is_hf
+from probelens.errors import InputError
+from probelens.hooks.adapter import (
     NOTES,
     RESID,
     Adapter,
@@ -24,10 +25,9 @@ from probelens.adapter import (
     refuse_replaced_forward,
     swapped_forward,
 )
-from probelens.adapters._hf import is_hf
-from probelens.errors import InputError
-from probelens.hooks import HookPoint, Tap
-from probelens.rnn import rnn_forward, rnn_points
+from probelens.hooks.switchboard import HookPoint, Tap
+from probelens.hooks.unwrap import own_layers, unadapted
+from probelens.kernels.rnn import rnn_forward, rnn_points
 
 __all__ = ["TorchRNN"]
 

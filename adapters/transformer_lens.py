@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probelens.adapter import Adapter, Call, ModelConfig
 from probelens.errors import AdapterNotFoundError, InputError, ShapeError
-from probelens.hooks import HookPoint, Switchboard
-from probelens.model import HookedModel
+from probelens.hooks.adapter import Adapter, Call, ModelConfig
+from probelens.hooks.model import HookedModel
+from probelens.hooks.switchboard import HookPoint, Switchboard
 
 __all__ = ["TransformerLens"]
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 import probelens as pl
-from probelens.components import ablate_component
-from probelens.erasure_sweep import erase
+from probelens.ablation.components import ablate_component
+from probelens.ablation.erase import erase
 from probelens.examples.planted import SITE, World, crowded, exclusive, flipping, spare, twice, unused
 from probelens.probing import split_by_group
 from probelens.probing.refit import position_probes

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import probelens as pl
-from probelens._settings import at_least
 from probelens.experiments import RunRecord, Status, Store, cell_key, run_grid, versions
+from probelens.experiments.settings import at_least
 
 LABELS = {
     "depth": "depth (open brackets, 0 to 10)",
@@ -208,7 +208,7 @@ def report(config: Config, record: RunRecord) -> Path:
         probelens.StoreError: No model of the run is finished, or its results can't be read.
     """
     from probelens.examples.quickstart_report import write
-    from probelens.files import write_rows
+    from probelens.results.files import write_rows
 
     store = Store(config.out)
     finished = [key for key in record.cells if store.done(key)]

@@ -10,11 +10,11 @@ from typing import Any
 import pandas as pd
 
 import probelens as pl
-from probelens import plots
 from probelens.experiments import Store
 from probelens.models.evaluation import EvalResult
-from probelens.report import Chart, Section, Table, write_report
-from probelens.training import TrainResult
+from probelens.models.training import TrainResult
+from probelens.results import plots
+from probelens.results.report import Chart, Section, Table, write_report
 
 SAYS = {"depth": "depth", "top": "top of stack"}
 PAIRS = {

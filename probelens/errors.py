@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
+from typing import Any
 
 __all__ = [
     "AdapterNotFoundError",
@@ -17,7 +19,9 @@ __all__ = [
     "ShapeError",
     "StoreError",
     "UnknownHookError",
+    "metric_note",
     "nearest",
+    "noted",
     "require",
 ]
 
@@ -101,3 +105,38 @@ def require(module: str, extra: str, why: str) -> ModuleType:
             f"{why} needs the package {module!r}, which can't be imported ({missing!r}: {err}). "
             f'Install it with: pip install "probelens[{extra}]"'
         ) from err
+
+
+@contextlib.contextmanager
+def noted(note: Callable[[], str]) -> Iterator[None]:
+    """Add a note to whatever a function of the caller's raises, with its traceback as it was.
+
+    Args:
+        note: Makes the note; called only on an error.
+
+    Yields:
+        Nothing.
+    """
+    try:
+        yield
+    except Exception as err:
+        err.add_note(note())
+        raise
+
+
+def metric_note(metric: Callable[..., Any], arguments: str) -> str:
+    """The note on an error in a metric function.
+
+    Args:
+        metric: The function.
+        arguments: How it was called.
+
+    Returns:
+        One sentence.
+
+    Examples:
+        >>> metric_note(len, "logits, answers")
+        'Raised by the metric len, which was called as metric(logits, answers).'
+    """
+    name = getattr(metric, "__qualname__", None) or type(metric).__qualname__
+    return f"Raised by the metric {name}, which was called as metric({arguments})."

@@ -2,7 +2,7 @@
 
 import sys
 
-from probelens.cli import main
+from probelens.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["bench", "--size", "full", "--out", "benchmarks.json", *sys.argv[1:]]))

@@ -23,8 +23,9 @@ from unittest import mock
 
 from docs_inventory import ROOT, Command, commands
 
-from probelens import _profile_run, cli
-from probelens.benchmarks import command as benchmarks
+from probelens.bench import command as benchmarks
+from probelens.cli import main as cli
+from probelens.cli import profile_run as _profile_run
 from probelens.errors import InputError
 from probelens.examples import RECIPES
 from probelens.tasks import Dyck, Task

@@ -149,7 +149,7 @@ def split(line: str, where: str) -> list[Command]:
 @functools.cache
 def commands() -> list[Command]:
     """Every command of the bash blocks, of code in sentences, of docstrings, and of the command line's own help."""
-    from probelens.cli import DO, build
+    from probelens.cli.main import DO, build
 
     found: list[Command] = []
     for page in pages():

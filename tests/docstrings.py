@@ -69,7 +69,7 @@ def directives() -> dict[str, str]:
 def modules() -> list[str]:
     """Every module whose path has no underscore and that lists names; not recipes and not the command line."""
     found = [m.name for m in pkgutil.walk_packages(probelens.__path__, "probelens.")]
-    skipped = ("probelens.examples", "probelens.cli")
+    skipped = ("probelens.examples", "probelens.cli.main")
     public = [n for n in found if not n.startswith(skipped) and not re.search(r"\._", n)]
     return sorted(n for n in public if hasattr(importlib.import_module(n), "__all__"))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from probelens._plot_style import PALETTE
+from probelens.results.plots.style import PALETTE
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 NUMBERS, FIGURES = DOCS / "data" / "home.csv", DOCS / "figures" / "home"

@@ -13,8 +13,8 @@ from pathlib import Path
 import zoo
 
 import probelens as pl
-from probelens.model import HookedModel
-from probelens.points import HookPoint
+from probelens.hooks.model import HookedModel
+from probelens.hooks.points import HookPoint
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "hook-points.md"
 

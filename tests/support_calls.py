@@ -18,8 +18,8 @@ from primitives import BATCH, OTHER, PAIRS, RESID, TASK
 from torch import Tensor
 
 import probelens as pl
-from probelens.model import HookedModel
-from probelens.points import HookPoint
+from probelens.hooks.model import HookedModel
+from probelens.hooks.points import HookPoint
 
 X = BATCH.tokens[:3]
 AT = 3

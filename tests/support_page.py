@@ -17,7 +17,7 @@ import zoo
 from support_calls import METHODS, Outcome
 
 import probelens as pl
-from probelens.model import HookedModel
+from probelens.hooks.model import HookedModel
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 import probelens as pl
 from probelens import subspaces
-from probelens._ablating import _effects, after
-from probelens.ablation import feeds_readout, verdict
-from probelens.collect import collect
+from probelens.ablation.ablate import feeds_readout, verdict
+from probelens.ablation.scoring import _effects, after
 from probelens.examples import planted
 from probelens.examples.planted import SITE, World
 from probelens.probing.refit import refit_check
 from probelens.probing.splits import copies_together
+from probelens.running.collect import collect
 
 D, LENGTH = 8, 5
 
@@ -171,7 +171,7 @@ def test_controls_are_matched_in_rank_and_variance_within_one_per_cent(
 ) -> None:
     model, batch = known()
     site, drawn = "blocks.0.hook_resid_post", []
-    from probelens import _ablating
+    from probelens.ablation import scoring as _ablating
 
     edit = _ablating._edit
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from probelens.benchmarks import growth, harness, table
-from probelens.benchmarks.command import _cases
-from probelens.benchmarks.table import markdown
-from probelens.cli import main
+from probelens.bench import growth, harness, table
+from probelens.bench.command import _cases
+from probelens.bench.table import markdown
+from probelens.cli.main import main
 
 ROWS = {
     "patch-neox", "patch-mamba", "ablation", "probes", "inlp", "mamba-step", "ssm-states", "cache", "cache-small",
@@ -52,7 +52,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, difference: float) -> None:
         return harness.Work(runs, lambda results: {"gap": difference}, {"gap": 1.0})
 
     case = harness.Case("planted", "nothing", build, {})
-    monkeypatch.setattr("probelens.benchmarks.running.CASES", [case])
+    monkeypatch.setattr("probelens.bench.running.CASES", [case])
 
 
 def test_the_rows_are_listed_in_words_and_as_json(run: Any) -> None:
@@ -151,7 +151,7 @@ def test_what_another_process_wrote_meanwhile_is_kept(
 def test_a_peer_that_is_too_old_leaves_its_row_out(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch, 0.5)
     monkeypatch.setattr(
-        "probelens.benchmarks.sweeps.shapes.neox", lambda *a: (_ for _ in ()).throw(ImportError("too old"))
+        "probelens.bench.sweeps.shapes.neox", lambda *a: (_ for _ in ()).throw(ImportError("too old"))
     )
     found = run("--only", "planted", "patch-neox")
     assert found.status == 0

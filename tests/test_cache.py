@@ -7,7 +7,7 @@ import torch
 import zoo
 
 import probelens as pl
-from probelens.cache import act_name
+from probelens.hooks.cache import act_name
 
 
 @pytest.fixture(scope="module")

@@ -24,11 +24,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import probelens as pl
-from probelens import _profile_run
-from probelens._settings import arguments, configure, restore
-from probelens.cli import main
+from probelens.cli import profile_run as _profile_run
+from probelens.cli.main import main
 from probelens.examples import RECIPES
 from probelens.experiments import RunRecord
+from probelens.experiments.settings import arguments, configure, restore
 
 SMALL = ("n_probe=40", "n_ablate=10", "n_pairs=8", "controls=2", "mlp=false")
 SMALL_FLAGS = [word for setting in SMALL for word in ("--set", setting)]
@@ -456,7 +456,7 @@ def test_the_default_folder_of_a_profile_stays_below_runs(
 ) -> None:
     went = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("probelens.cli._load", lambda name: None)
+    monkeypatch.setattr("probelens.cli.main._load", lambda name: None)
     monkeypatch.setattr(_profile_run, "task_for", lambda *a: SimpleNamespace(name="../../up"))
 
     def stop(model: Any, task: Any, folder: Path, *a: Any, **kw: Any) -> None:
@@ -567,7 +567,7 @@ def started(code: str, *words: object, cwd: Path) -> subprocess.Popen[bytes]:
     )  # fmt: skip
 
 
-CLI = "import sys; from probelens.cli import main; sys.exit(main())"
+CLI = "import sys; from probelens.cli.main import main; sys.exit(main())"
 
 
 def test_the_process_is_quiet_off_a_terminal_and_ends_with_the_status(models: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 import zoo
 
 import probelens as pl
-from probelens.sites import expand, layer_of
+from probelens.hooks.sites import expand, layer_of
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,11 @@ import zoo
 from torch import Tensor
 
 import probelens as pl
-from probelens._resume import distrust, resumer_of
-from probelens.collect import collect
-from probelens.components import donor_rows, position_means
-from probelens.convolution import VARIANTS
+from probelens.ablation.components import donor_rows, position_means
+from probelens.ablation.convolution import VARIANTS
 from probelens.examples import planted
+from probelens.running.collect import collect
+from probelens.running.sweep.resume import distrust, resumer_of
 
 N, LENGTH = 8, 7
 

@@ -17,8 +17,8 @@ import zoo
 from torch import Tensor, nn
 
 import probelens as pl
-from probelens import registry
-from probelens.verify import left_behind
+from probelens.hooks import registry
+from probelens.hooks.verify import left_behind
 
 # Adapters of other libraries' wrappers: tests of their own put them beside the adapter of the wrapped model.
 ELSEWHERE = {"transformer-lens", "nnsight"}
@@ -40,14 +40,12 @@ KINDS = (
 )
 
 
-def wrapped(
-    name: str, dtype: torch.dtype = torch.float32, **change: Any
-) -> tuple[nn.Module, pl.model.HookedModel]:
+def wrapped(name: str, dtype: torch.dtype = torch.float32, **change: Any) -> tuple[nn.Module, pl.HookedModel]:
     raw = zoo.more(name, **change).to(dtype)
     return raw, pl.wrap(raw)
 
 
-def interior(model: pl.model.HookedModel, layer: int | None = None) -> list[str]:
+def interior(model: pl.HookedModel, layer: int | None = None) -> list[str]:
     points = model.hook_dict.values()
     return [
         p.name
@@ -286,7 +284,7 @@ def test_gradients_through_the_reference_forwards_are_the_native_ones(name: str)
         assert (grads[1][key] - want).abs().max() <= 2e-5 * size(want), key
 
 
-def slopes(model: pl.model.HookedModel, x: Tensor, weight: Tensor, point: str) -> tuple[float, float]:
+def slopes(model: pl.HookedModel, x: Tensor, weight: Tensor, point: str) -> tuple[float, float]:
     """How a sum of logits changes along a random direction at a point: by its gradient, and measured."""
     grads: dict[int | None, Tensor] = {}
 

@@ -284,7 +284,7 @@ def test_every_link_leads_somewhere() -> None:
         ("docs/faq.md", "image", "A probe|figures/five-ways/none.svg", "no file"),
         ("docs/faq.md", "image", "A probe|figures/five-ways/none.svg#only-dark", "no file"),
         ("docs/faq.md", "image", "A probe|figures/five-ways/unused.svg#dark", "no heading"),
-        ("docs/api/index.md", "name", "probelens.loading.lode", "no public name"),
+        ("docs/api/index.md", "name", "probelens.models.loading.lode", "no public name"),
         ("docs/quickstart.ipynb", "link", "concepts.md", "notebook"),
         ("docs/faq.md", "link", "http://github.com/pytorch/pytorch", "https"),
         ("docs/faq.md", "link", "https://example.org/x", "HOSTS"),

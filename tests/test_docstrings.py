@@ -20,24 +20,24 @@ from probelens.errors import InputError, ShapeError
 # Modules with no page of their own, and why.
 ELSEWHERE = {
     "probelens.adapters.*": "chosen by wrap, not imported; the page on hook points has each",
-    "probelens.benchmarks.*": "a command",
-    "probelens.inputs": "part of HookedModel, and shown there",
-    "probelens.lens": "part of HookedModel, and shown there",
-    "probelens.names": "part of HookedModel, and shown there",
-    "probelens.progress": "used by the engine",
-    "probelens.recording": "used by the engine",
+    "probelens.bench.*": "a command",
+    "probelens.hooks.inputs": "part of HookedModel, and shown there",
+    "probelens.hooks.lens": "part of HookedModel, and shown there",
+    "probelens.hooks.names": "part of HookedModel, and shown there",
+    "probelens.results.progress": "used by the engine",
+    "probelens.hooks.recording": "used by the engine",
 }
 # Names that modules of one package take from each other.
 INSIDE = {
-    "probelens.erasure": {"flat_rows", "wide"},
+    "probelens.subspaces.leace": {"flat_rows", "wide"},
     "probelens.experiments.executors": {"EXECUTORS", "Processes", "current", "named", "opened"},
     "probelens.experiments.grid": {"RunCell"},
     "probelens.experiments.status": {"watching"},
-    "probelens.probing.factor": {"as_features"},
+    "probelens.probing.solvers.factor": {"as_features"},
     "probelens.probing.mdl": {"PORTIONS"},
     "probelens.probing.mlp": {"mlp_accuracy"},
-    "probelens.probing.regression": {"DEFAULT_ALPHAS"},
-    "probelens.probing.solver": {"DEFAULT_CS"},
+    "probelens.probing.values": {"DEFAULT_ALPHAS"},
+    "probelens.probing.solvers.logistic": {"DEFAULT_CS"},
     "probelens.probing.splits": {"FRACTIONS"},
     "probelens.tasks.data": {"IGNORE"},
 }

@@ -9,8 +9,8 @@ import zoo
 import probelens as pl
 from probelens import edits
 from probelens.errors import InputError, ShapeError
-from probelens.hooks import HookPoint
-from probelens.subspaces import Subspace, leace, random
+from probelens.hooks.switchboard import HookPoint
+from probelens.subspaces.fitted import Subspace, leace, random
 
 BATCH, POS, D = 4, 5, 3
 LABELS = torch.arange(BATCH * POS).view(BATCH, POS) % 2

@@ -11,13 +11,13 @@ from torch import Tensor
 
 import probelens as pl
 from probelens import subspaces
-from probelens.collect import collect
-from probelens.dose import first_directions
-from probelens.erasure_sweep import _apart
+from probelens.ablation.dose import first_directions
+from probelens.ablation.erase import _apart
 from probelens.examples import planted
 from probelens.examples.planted import SITE, World
 from probelens.probing import split_by_group
 from probelens.probing.refit import guess_accuracy, position_probes, refit_check
+from probelens.running.collect import collect
 from probelens.tasks import Batch
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import probelens as pl
-from probelens.erasure import Eraser, LeaceFitter, _whitening, leace
 from probelens.errors import InputError, ShapeError, StoreError
+from probelens.subspaces.leace import Eraser, LeaceFitter, _whitening, leace
 
 
 def planted(n=3000, d=20, n_classes=3, seed=0, strength=2.0):

@@ -16,7 +16,7 @@ import pytest
 from grid_cells import mortal, square, trained
 
 import probelens as pl
-from probelens.cli import main
+from probelens.cli.main import main
 from probelens.experiments import Store, executors, run_grid
 from probelens.experiments.executors import Dask, Local, Submitit, named, using
 

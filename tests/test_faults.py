@@ -26,7 +26,7 @@ import zoo
 
 import probelens as pl
 from probelens.experiments import RunRecord, Store
-from probelens.files import atomic_path
+from probelens.results.files import atomic_path
 
 ROOT = Path(__file__).resolve().parent.parent
 X = zoo.tokens(3, 5)
@@ -205,7 +205,9 @@ def test_a_formal_model_that_says_it_is_huge_is_not_made(tmp_path: Path) -> None
     tensors = load_file(path)
     for change in ({"d_vocab": 2**31}, {"d_model": 2**20}, {"n_layers": 10**7}, {"hidden_size": 2**20}):
         config = {**pl.models.config_of(formal()).to_dict(), **change}
-        save_file(tensors, path, metadata={"probelens.model": json.dumps({"format": 1, "config": config})})
+        save_file(
+            tensors, path, metadata={"probelens.hooks.model": json.dumps({"format": 1, "config": config})}
+        )
         with pytest.raises(pl.StoreError, match="does not fit"):
             pl.models.load(path)
 
@@ -352,7 +354,7 @@ def test_a_folder_that_may_not_be_written_is_an_error(tmp_path: Path) -> None:
         folder.chmod(0o555)
     code = (
         "import sys, numpy as np, torch, probelens as pl\n"
-        "from pathlib import Path\nfrom probelens.cli import main\nfrom probelens.experiments import RunRecord, Store\n"
+        "from pathlib import Path\nfrom probelens.cli.main import main\nfrom probelens.experiments import RunRecord, Store\n"
         "place = Path(sys.argv[1])\n"
         "calls = [lambda: RunRecord('quickstart', {}).save(place), lambda: RunRecord('x', {}).save(place / 'new'),\n"
         "  lambda: pl.leace(torch.randn(9, 3), torch.arange(9) % 2).save(place / 'r'),\n"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import probelens as pl
 from probelens.errors import InputError, MetricError, ShapeError
-from probelens.final_layer import LETTERS, PatchSitesResult, patch_sites
+from probelens.patching.final_layer import LETTERS, PatchSitesResult, patch_sites
 
 N, LENGTH = 8, 11
 SSMS = ("mamba", "mamba2")

@@ -28,7 +28,7 @@ from primitives import PRIMITIVES, collected, probed, same
 from torch import Tensor, nn
 
 import probelens as pl
-from probelens import _eager
+from probelens.hooks import eager as _eager
 
 ROOT = Path(__file__).resolve().parent.parent
 X = zoo.tokens(2, 6)

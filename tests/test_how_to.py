@@ -12,7 +12,7 @@ import torch
 from docs_inventory import read, sources
 from test_docs import run_page
 
-from probelens.ablation import verdict
+from probelens.ablation.ablate import verdict
 
 
 def words(code: str) -> Iterator[str]:

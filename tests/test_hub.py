@@ -16,7 +16,7 @@ import pytest
 import zoo
 
 import probelens as pl
-from probelens.adapters._hub import unreachable
+from probelens.adapters.hf.hub import unreachable
 
 
 def closed_port() -> str:
@@ -46,7 +46,7 @@ def server() -> Iterator[str]:
 @pytest.fixture
 def online(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("probelens.adapters._hub._WAIT", 0.01)
+    monkeypatch.setattr("probelens.adapters.hf.hub._WAIT", 0.01)
     return monkeypatch
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from probelens.errors import InputError, ShapeError
-from probelens.indices import (
+from probelens.numerics.indices import (
     STATISTICS,
     ProfileIndices,
     profile_indices,

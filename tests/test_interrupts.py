@@ -21,7 +21,7 @@ from test_cli import CLI, started
 import probelens as pl
 from probelens.experiments import RunRecord, Store
 from probelens.models.evaluation import EvalResult
-from probelens.training import TrainResult
+from probelens.models.training import TrainResult
 
 MOMENTS = 16
 MOMENTS_FROM_THE_START = 4
@@ -32,8 +32,8 @@ WORDS = ["run", "quickstart", "--preset", "smoke", *(w for s in SIZES for w in (
 FORKS = """
 import os, signal, sys, time
 import pandas, plotly.graph_objects, pyarrow.parquet, safetensors.torch, sklearn.base, torch
-import probelens.profile, probelens.training
-from probelens.cli import main
+import probelens.profiling, probelens.training
+from probelens.cli.main import main
 from probelens.examples import quickstart, quickstart_report
 torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
 words = sys.argv[1:]

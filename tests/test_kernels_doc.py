@@ -11,8 +11,8 @@ import pytest
 from test_docs import run_page
 from torch import nn
 
-from probelens.rnn import rnn_points
-from probelens.ssm import MAMBA2_POINTS, MAMBA_POINTS, KernelPoint
+from probelens.kernels.rnn import rnn_points
+from probelens.kernels.ssm import MAMBA2_POINTS, MAMBA_POINTS, KernelPoint
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api" / "kernels.md"
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import probelens
-from probelens import _linalg
+from probelens.numerics import linalg as _linalg
 
 LU = {"det", "inv", "inv_ex", "inverse", "logdet", "lu", "lu_factor", "lu_solve", "slogdet", "solve"}
 ROOT = Path(probelens.__file__).parent
@@ -29,7 +29,7 @@ print(max(abs(d.variance_removed(sigma) / target.variance_removed(sigma) - 1) fo
 
 INVERSE = """
 import torch
-from probelens import _linalg
+from probelens.numerics import linalg as _linalg
 torch.set_num_threads(2)
 x = torch.randn(6, 200, 200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 eye = torch.eye(200, dtype=x.dtype)

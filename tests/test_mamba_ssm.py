@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import probelens as pl
 from probelens.adapters.mamba_ssm import load_checkpoint
-from probelens.verify import left_behind
+from probelens.hooks.verify import left_behind
 
 KINDS = ("Mamba1", "Mamba2")
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from probelens.errors import MetricError, ShapeError
-from probelens.metrics import accuracy, balanced_accuracy, cross_entropy, kl, logit_diff, recovered
+from probelens.numerics.metrics import accuracy, balanced_accuracy, cross_entropy, kl, logit_diff, recovered
 
 
 @pytest.fixture

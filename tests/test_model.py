@@ -10,7 +10,7 @@ import zoo
 from torch import nn
 
 import probelens as pl
-from probelens.model import HookedModel
+from probelens.hooks.model import HookedModel
 
 ALL = list(zoo.ZOO)
 HF = [*zoo.TRANSFORMERS, *zoo.SSMS]

@@ -252,4 +252,4 @@ def test_installed_metadata_declares_the_adapters_and_the_command() -> None:
         "torch-rnn",
         "generic",
     }
-    assert [e.value for e in entry_points.select(group="console_scripts")] == ["probelens.cli:main"]
+    assert [e.value for e in entry_points.select(group="console_scripts")] == ["probelens.cli.main:main"]

@@ -14,7 +14,7 @@ from probelens.examples.refit_the_probe.claims import claims
 from probelens.examples.refit_the_probe.figures import FIGURES, over_seeds
 from probelens.examples.refit_the_probe.running import command_of, told, unfinished
 from probelens.experiments import RunRecord
-from probelens.report import Claim
+from probelens.results.report import Claim
 
 LENGTHS = (40, 60, 80, 100, 120)
 

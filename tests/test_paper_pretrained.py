@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import probelens as pl
-from probelens.cli import main
+from probelens.cli.main import main
 from probelens.examples.refit_the_probe import code_depth, pretrain, pretrained, pretrained_report, publish
 from probelens.examples.refit_the_probe.corpus import END, NextToken, held_out, make_tokenizer
 from probelens.examples.refit_the_probe.running import identity, mixed

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import probelens as pl
 from probelens import edits
-from probelens._final_layer_sites import _gather, _write
-from probelens._patch_parts import replace
-from probelens.hooks import HookPoint
+from probelens.hooks.switchboard import HookPoint
+from probelens.patching.final_layer_sites import _gather, _write
+from probelens.patching.parts import replace
 
 PATTERN, SCORES, KEYS = (f"blocks.1.attn.hook_{name}" for name in ("pattern", "attn_scores", "k"))
 # Where the positions are, and an axis where they aren't.
@@ -105,8 +105,8 @@ def test_masked_scores_that_are_infinite_have_no_effect_instead_of_nan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Some attentions mask with −inf: equal infinities don't differ."""
-    from probelens import _patch_parts
-    from probelens.sweep import Read
+    from probelens.patching import parts as _patch_parts
+    from probelens.running.sweep.plan import Read
 
     model, pairs = pl.wrap(zoo.build("neox")), some_pairs()
     values = {SCORES: pl.collect(model, pairs.clean, SCORES)[SCORES]}

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from probelens.errors import InputError
-from probelens.permutation import SignFlip
-from probelens.stats import holm, max_t, sign_flip, smallest_p
+from probelens.numerics.permutation import SignFlip
+from probelens.numerics.stats import holm, max_t, sign_flip, smallest_p
 
 
 @pytest.mark.parametrize("alternative", ["two-sided", "greater", "less"])

@@ -12,10 +12,10 @@ from test_sweep_plan import FAMILIES, READ, Counted, cells, pairs, tokens, wrapp
 from torch import Tensor
 
 import probelens as pl
-from probelens._engine import Engine
-from probelens._limits import Sizes, mib
-from probelens.adapters._resume import KeyValues
-from probelens.sweep import Condition, Read, plan, sweep
+from probelens.adapters.hf.resume import KeyValues
+from probelens.running.sweep.engine import Engine
+from probelens.running.sweep.limits import Sizes, mib
+from probelens.running.sweep.plan import Condition, Read, plan, sweep
 
 SITES: list[Any] = ["layers", ["blocks.0.hook_resid_pre", "blocks.1.hook_resid_pre"], "hook_embed"]
 

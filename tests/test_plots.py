@@ -21,10 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import probelens as pl
-from probelens import _plot_style as style
 from probelens import plots
 from probelens.errors import InputError, ShapeError
-from probelens.results import Result
+from probelens.results.plots import style
+from probelens.results.result import Result
 
 HOSTILE = [
     '<img src=x onerror="alert(1)">',

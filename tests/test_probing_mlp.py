@@ -7,7 +7,7 @@ import torch
 
 from probelens.errors import InputError, ShapeError
 from probelens.probing.mlp import MLPProbe, mlp_accuracy
-from probelens.probing.solver import fit_path
+from probelens.probing.solvers.logistic import fit_path
 
 
 def xor(n: int = 1500, d: int = 6) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import probelens as pl
 from probelens.errors import InputError, ShapeError, UnknownHookError
+from probelens.numerics.stats import ratio_of_means
 from probelens.probing import online_codelength, split_by_group
-from probelens.stats import ratio_of_means
 from probelens.tasks import Dyck, Parity
 
 N, T, D = 240, 12, 16

@@ -12,7 +12,7 @@ from sklearn.preprocessing import StandardScaler
 import probelens as pl
 from probelens.errors import InputError, ShapeError, UnknownHookError
 from probelens.probing import probe_values, split_by_group
-from probelens.probing.regression import ValueProbeResult
+from probelens.probing.values import ValueProbeResult
 
 N, T, D = 200, 10, 12
 

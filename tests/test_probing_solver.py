@@ -11,8 +11,8 @@ from sklearn.linear_model import LogisticRegression, Ridge
 
 from probelens.errors import InputError, ShapeError
 from probelens.probing import fit_path
-from probelens.probing.factor import Factorised
-from probelens.probing.ridge import ridge_path
+from probelens.probing.solvers.factor import Factorised
+from probelens.probing.solvers.ridge import ridge_path
 
 
 def problem(

@@ -19,8 +19,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import probelens as pl
-from probelens import edits, erasure, indices, inlp, metrics, permutation, probing, rnn, ssm, stats, subspaces
+from probelens import edits, metrics, probing, stats, subspaces
+from probelens.kernels import rnn, ssm
+from probelens.numerics import indices, permutation
 from probelens.probing import controls, splits
+from probelens.subspaces import inlp
+from probelens.subspaces import leace as erasure
 
 SEED = st.integers(0, 2**31)
 JUNK: tuple[Any, ...] = (None, 1, -1, 0.5, math.nan, "x", b"x", [], {}, (1,), np.zeros(3), np.zeros((2, 2)))

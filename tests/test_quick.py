@@ -12,10 +12,10 @@ import zoo
 from torch import Tensor, nn
 
 import probelens as pl
-from probelens._forwards import makeup
-from probelens._quick import quick
-from probelens.adapter import replaced_forward
-from probelens.adapters import _mamba
+from probelens.adapters.hf import mixers as _mamba
+from probelens.hooks.adapter import replaced_forward
+from probelens.hooks.forwards import makeup
+from probelens.running.quick import quick
 
 SITE = "blocks.1.hook_resid_post"
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import probelens as pl
-from probelens.cli import main
+from probelens.cli.main import main
 from probelens.examples import quickstart
 from probelens.experiments import RunRecord, Store
 

@@ -12,11 +12,11 @@ import zoo
 from torch import nn
 
 import probelens as pl
-from probelens import registry
+from probelens.hooks import registry
 
 GOOD = """
 from torch import nn
-from probelens.adapter import Adapter, ModelConfig
+from probelens.hooks.adapter import Adapter, ModelConfig
 
 class Tower(nn.Module):
     def __init__(self):
@@ -76,7 +76,7 @@ def test_adapters_of_other_packages_work_by_entry_point_and_a_broken_one_hurts_n
 
 def test_every_built_in_adapter_imports_and_none_imports_its_backend() -> None:
     code = (
-        "import sys; from probelens.registry import adapters; found = adapters(); "
+        "import sys; from probelens.hooks.registry import adapters; found = adapters(); "
         "heavy = {'transformers', 'transformer_lens', 'nnsight', 'mamba_ssm'} & set(sys.modules); "
         "print(sorted(found), sorted(heavy))"
     )

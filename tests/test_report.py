@@ -22,7 +22,7 @@ import pytest
 
 from probelens import plots
 from probelens.errors import InputError, StoreError
-from probelens.report import TERMS, Chart, Claim, Section, Table, render_report, write_report
+from probelens.results.report import TERMS, Chart, Claim, Section, Table, render_report, write_report
 
 # Hostile text: markup, script ends, quotes, formats, separators, characters that no page or UTF-8 can hold.
 HOSTILE = [

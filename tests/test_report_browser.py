@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 from test_report import HOSTILE, NAME, heatmap, profile, sample
 
-from probelens.report import Chart, Section, write_report
+from probelens.results.report import Chart, Section, write_report
 
 FLAGS = [
     "--no-sandbox",

@@ -27,12 +27,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import probelens as pl
-from probelens.erasure import Eraser
-from probelens.files import atomic_path, read_rows, read_tensors, write_rows, write_tensors
-from probelens.permutation import sign_flip
-from probelens.results import Result
-from probelens.stats import Interval, hierarchical_bootstrap
-from probelens.verify import VerifyReport
+from probelens.hooks.verify import VerifyReport
+from probelens.numerics.permutation import sign_flip
+from probelens.numerics.stats import Interval, hierarchical_bootstrap
+from probelens.results.files import atomic_path, read_rows, read_tensors, write_rows, write_tensors
+from probelens.results.result import Result
+from probelens.subspaces.leace import Eraser
 
 SHORT = pl.training.TrainConfig(
     steps=300,
@@ -77,7 +77,7 @@ class Made:
         )
 
     def _ErasureResult(self) -> Result:
-        from probelens.erasure_sweep import erase
+        from probelens.ablation.erase import erase
 
         parts = self.task.splits({"fit": 60, "held": 30}, length=10)
         site = ["blocks.1.hook_resid_post"]
@@ -89,7 +89,7 @@ class Made:
         return pl.training.evaluate(self.model, self.task, (10, 14), n=8, trained_length=10)
 
     def _Inlp(self) -> Result:
-        from probelens.inlp import inlp
+        from probelens.subspaces.inlp import inlp
 
         x = self.acts[self.acts.names[-1]]
         groups = self.batch.groups[:, None].expand(x.shape[:2])
@@ -125,7 +125,7 @@ class Made:
         return self.training
 
     def _TrainState(self) -> Result:
-        from probelens._training_run import STATE_FILE, TrainState
+        from probelens.models.training_run import STATE_FILE, TrainState
 
         return TrainState.load(self.folder / STATE_FILE)
 
@@ -379,12 +379,12 @@ BAD_HEADERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a tensor that is a list": field("estimate", {"l": [{"v": 1.0}]}),
     "a nested class of the system": field("estimate", {"r": "os:system", "d": {"command": {"v": "true"}}}),
     "a nested class of subprocess": field("estimate", {"r": "subprocess:Popen", "d": {"args": {"v": "true"}}}),
-    "a nested class that isn't a result": field("estimate", {"r": "probelens.cli:main", "d": {}}),
+    "a nested class that isn't a result": field("estimate", {"r": "probelens.cli.main:main", "d": {}}),
     "a nested module that isn't there": field("estimate", {"r": "probelens.nowhere:Interval", "d": {}}),
     "a nested path": field("estimate", {"r": "probelens.../../x:y", "d": {}}),
     "a nested class that is a number": field("estimate", {"r": 7, "d": {}}),
     "a nested result in a tensor's place": field(
-        "estimate", {"r": "probelens._subspace:Subspace", "d": {"basis": {"v": 1}, "mean": {"v": 1}}}
+        "estimate", {"r": "probelens.subspaces.subspace:Subspace", "d": {"basis": {"v": 1}, "mean": {"v": 1}}}
     ),
 }  # fmt: skip
 
@@ -500,7 +500,7 @@ def test_damaged_checkpoints_of_models_are_errors(tmp_path: Path, fault: str) ->
     path = pl.models.save(model, tmp_path / "model.safetensors")
     with safe_open(path, framework="pt") as file:
         about, weights = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    content = json.loads(about["probelens.model"])
+    content = json.loads(about["probelens.hooks.model"])
     if fault == "cut":
         path.write_bytes(path.read_bytes()[:-10])
     elif fault == "text":
@@ -516,7 +516,7 @@ def test_damaged_checkpoints_of_models_are_errors(tmp_path: Path, fault: str) ->
             content["config"]["n_layers"] = -1
         else:
             content["config"] = {"arch": "os.system", "d_vocab": 10**12}
-        save_file(weights, path, metadata={"probelens.model": json.dumps(content)})
+        save_file(weights, path, metadata={"probelens.hooks.model": json.dumps(content)})
     before = path.read_bytes()
     for load in (pl.models.load, pl.load):
         with pytest.raises(pl.StoreError, match=r"model\.safetensors"):

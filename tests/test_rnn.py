@@ -11,9 +11,9 @@ from kernel_taps import Recorder, halve, same, zero
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from probelens import _rnn_run
 from probelens.errors import InputError, ShapeError
-from probelens.rnn import cell_forward, cell_points, rnn_forward, rnn_points
+from probelens.kernels import rnn_layer as _rnn_run
+from probelens.kernels.rnn import cell_forward, cell_points, rnn_forward, rnn_points
 
 LENGTH, BATCH, WIDTH, HIDDEN = 7, 3, 4, 5
 MODES = ["LSTM", "GRU", "tanh", "relu", "LSTM proj"]

@@ -14,10 +14,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import probelens as pl
-from probelens import _pages, _scan, _ssd, _tap, ssm
 from probelens.errors import InputError, ProbelensError, ShapeError
-from probelens.recording import recorders
-from probelens.ssm import MAMBA2_POINTS, MAMBA_POINTS, MambaState, mamba2_mixer, mamba_mixer, mamba_step
+from probelens.hooks.recording import recorders
+from probelens.kernels import pages as _pages
+from probelens.kernels import scan as _scan
+from probelens.kernels import ssd as _ssd
+from probelens.kernels import ssm
+from probelens.kernels import tap as _tap
+from probelens.kernels.ssm import (
+    MAMBA2_POINTS,
+    MAMBA_POINTS,
+    MambaState,
+    mamba2_mixer,
+    mamba_mixer,
+    mamba_step,
+)
 
 LENGTH = 11
 

@@ -16,9 +16,12 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from probelens import _compiled, _scan, _ssd, _tap
 from probelens.errors import InputError, ShapeError
-from probelens.ssm import causal_conv, fused_kernel, segments, selective_scan, ssd_scan
+from probelens.kernels import compiled as _compiled
+from probelens.kernels import scan as _scan
+from probelens.kernels import ssd as _ssd
+from probelens.kernels import tap as _tap
+from probelens.kernels.ssm import causal_conv, fused_kernel, segments, selective_scan, ssd_scan
 
 
 def scan_inputs(

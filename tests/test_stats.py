@@ -8,7 +8,7 @@ import torch
 
 import probelens as pl
 from probelens.errors import InputError, ShapeError
-from probelens.stats import (
+from probelens.numerics.stats import (
     Interval,
     contrast,
     coverage,

@@ -13,7 +13,7 @@ import torch
 import zoo
 
 import probelens as pl
-from probelens._stream import Stream
+from probelens.running.stream import Stream
 
 KEY = "blocks.1.hook_resid_post"
 

@@ -11,7 +11,7 @@ import torch
 from probelens import subspaces as sub
 from probelens.errors import InputError, ShapeError, UnknownHookError
 from probelens.probing import LinearProbe, probe, split_by_group
-from probelens.subspaces import Inlp, Subspace, from_probe, probe_rows
+from probelens.subspaces.fitted import Inlp, Subspace, from_probe, probe_rows
 
 
 def spectrum(d=30, power=1.5, seed=0):
@@ -381,7 +381,7 @@ def test_inlp_stops_at_once_where_nothing_is_readable():
 
 
 def test_a_penalty_that_no_longer_suits_does_not_pass_for_an_erasure(monkeypatch):
-    from probelens.probing import solver
+    from probelens.probing.solvers import logistic as solver
 
     real = solver.fit_path
 
@@ -435,7 +435,7 @@ def test_inlp_keeps_a_sequence_in_one_part():
 
 
 def test_inlp_factorises_the_features_once_while_few_directions_are_gone(monkeypatch):
-    from probelens.probing import factor
+    from probelens.probing.solvers import factor
 
     real, widths = factor._eigh, []
     monkeypatch.setattr(factor, "_eigh", lambda gram, floor: widths.append(len(gram)) or real(gram, floor))

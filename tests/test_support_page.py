@@ -11,7 +11,7 @@ import zoo
 from packaging.version import Version
 
 import probelens as pl
-from probelens.model import HookedModel
+from probelens.hooks.model import HookedModel
 
 pytestmark = [
     pytest.mark.skipif(not support_page.PAGE.is_file(), reason="needs a source tree"),

@@ -9,8 +9,8 @@ import torch
 import zoo
 
 import probelens as pl
-from probelens import _resume
-from probelens.sweep import Condition, Edit, Read, sweep
+from probelens.running.sweep import resume as _resume
+from probelens.running.sweep.plan import Condition, Edit, Read, sweep
 
 N, LENGTH = 5, 12
 RESUMES = ["neox", "neox-sequential", "gpt2", "llama", "mamba", "mamba2"]
@@ -172,7 +172,7 @@ def test_a_resumer_that_gives_other_numbers_is_noticed_and_never_used(
     x, read = zoo.tokens(N, LENGTH, seed=3), Read(last, torch.full((N, 1), LENGTH - 1))
     model = pl.wrap(zoo.build("neox"))
     conditions = cells(model)
-    from probelens.adapters._resume import KeyValues
+    from probelens.adapters.hf.resume import KeyValues
 
     right = KeyValues.tail
     monkeypatch.setattr(KeyValues, "tail", lambda *a: right(*a) * 1.01)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import probelens as pl
-from probelens.sweep import Condition, Edit, Read, SweepPlan, plan, sweep
+from probelens.running.sweep.plan import Condition, Edit, Read, SweepPlan, plan, sweep
 
 N = 5
 FAMILIES = {"neox": "resume", "mamba": "resume", "gru": "skip"}
@@ -259,7 +259,7 @@ def test_a_plan_says_why_no_shorter_path_is_possible(name: str) -> None:
 
 
 def test_what_is_usually_kept_may_be_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    from probelens._resume import Resumer
+    from probelens.running.sweep.resume import Resumer
 
     monkeypatch.setattr(Resumer, "BUDGET", 1000)
     assert "does not fit the memory budget of 1000 bytes" in of().why
@@ -267,7 +267,7 @@ def test_what_is_usually_kept_may_be_too_much(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_trial_that_fails_makes_the_result_say_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    from probelens.adapters._resume import KeyValues
+    from probelens.adapters.hf.resume import KeyValues
 
     model, right = wrapped("neox"), KeyValues.tail
     want = sweep(wrapped("neox"), tokens(), cells(), READ).values

@@ -14,7 +14,7 @@ import torch
 
 from probelens.errors import InputError
 from probelens.tasks import Batch, CodeDepth, make
-from probelens.tasks._nesting import nesting
+from probelens.tasks.code.nesting import nesting
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 

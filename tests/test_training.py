@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from probelens.errors import InputError, ShapeError, StoreError
 from probelens.models import FormalConfig, build, config_of, load
 from probelens.models.evaluation import label_slices
+from probelens.models.training import EvalResult, TrainConfig, TrainResult, evaluate, train
 from probelens.tasks import Dyck, Parity
-from probelens.training import EvalResult, TrainConfig, TrainResult, evaluate, train
 
 TINY = {"n_layers": 1, "d_model": 8, "hidden_size": 8}
 SHORT = TrainConfig(

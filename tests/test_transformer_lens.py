@@ -12,7 +12,7 @@ import zoo
 from transformer_lens.hook_points import HookPoint as LensHookPoint
 
 import probelens as pl
-from probelens.model import HookedModel
+from probelens.hooks.model import HookedModel
 
 ALL = list(bridges.CLASSES)
 # TransformerLens' q and k are those before the rotary embedding; ours are what attention really uses.

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 import probelens as pl
 from probelens.experiments import Store, cell_key
-from probelens.points import HookPoint
-from probelens.sites import expand
-from probelens.verify import left_behind
+from probelens.hooks.points import HookPoint
+from probelens.hooks.sites import expand
+from probelens.hooks.verify import left_behind
 
 FAMILIES = ("neox", "mamba", "lstm-fused")
 MODELS = {name: pl.wrap(zoo.build(name)) for name in FAMILIES}

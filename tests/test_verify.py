@@ -10,7 +10,7 @@ import zoo
 from torch import nn
 
 import probelens as pl
-from probelens.verify import VerifyReport
+from probelens.hooks.verify import VerifyReport
 
 
 @pytest.mark.parametrize("name", list(zoo.ZOO))

@@ -14,7 +14,7 @@ import pandas as pd
 
 from probelens.examples.refit_the_probe.figures import main_cells
 from probelens.examples.refit_the_probe.running import each
-from probelens.report import Claim
+from probelens.results.report import Claim
 
 __all__ = [
     "MARGIN",

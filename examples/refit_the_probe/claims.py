@@ -7,7 +7,7 @@ import pandas as pd
 from probelens.examples.refit_the_probe.claim_rules import Missing
 from probelens.examples.refit_the_probe.claims_reading import READING
 from probelens.examples.refit_the_probe.claims_using import USING
-from probelens.report import Claim
+from probelens.results.report import Claim
 
 __all__ = ["claims"]
 

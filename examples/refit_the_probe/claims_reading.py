@@ -22,8 +22,8 @@ from probelens.examples.refit_the_probe.figures import of_kind, over_seeds
 from probelens.examples.refit_the_probe.running import each
 from probelens.examples.refit_the_probe.setup import LABELS, NAMES, TITLES
 from probelens.examples.refit_the_probe.speaking import of_learned
-from probelens.indices import STATISTICS
-from probelens.report import Claim
+from probelens.numerics.indices import STATISTICS
+from probelens.results.report import Claim
 
 __all__ = ["READING"]
 

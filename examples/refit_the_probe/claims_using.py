@@ -20,9 +20,9 @@ from probelens.examples.refit_the_probe.formal_cell import RANKS
 from probelens.examples.refit_the_probe.running import each
 from probelens.examples.refit_the_probe.setup import TITLES
 from probelens.examples.refit_the_probe.speaking import of_learned
-from probelens.permutation import holm, sign_flip
-from probelens.report import Claim
-from probelens.stats import hierarchical_bootstrap
+from probelens.numerics.permutation import holm, sign_flip
+from probelens.numerics.stats import hierarchical_bootstrap
+from probelens.results.report import Claim
 
 __all__ = ["INLP", "USING", "inlp_claim", "readable", "refit_claim", "with_known"]
 

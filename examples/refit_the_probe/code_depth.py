@@ -25,8 +25,6 @@ import torch
 from torch import Tensor
 
 import probelens as pl
-from probelens._settings import at_least
-from probelens.collect import Activations, collect
 from probelens.examples.refit_the_probe.corpus import functions, held_out
 from probelens.examples.refit_the_probe.running import (
     device_of,
@@ -38,8 +36,10 @@ from probelens.examples.refit_the_probe.running import (
     untrained,
 )
 from probelens.experiments import RunRecord, Status
-from probelens.indices import READABLE, STATISTICS, profile_statistics, verdict
+from probelens.experiments.settings import at_least
+from probelens.numerics.indices import READABLE, STATISTICS, profile_statistics, verdict
 from probelens.probing.splits import split_by_group
+from probelens.running.collect import Activations, collect
 from probelens.tasks.data import Batch
 
 __all__ = ["PRESETS", "Config", "report", "run"]

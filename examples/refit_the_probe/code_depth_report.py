@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from probelens import plots
 from probelens.examples.refit_the_probe.claim_rules import fits
 from probelens.examples.refit_the_probe.running import best, command_of, each, unfinished, write_claims
 from probelens.experiments import RunRecord
-from probelens.report import Chart, Claim, Section, Table, write_report
+from probelens.results import plots
+from probelens.results.report import Chart, Claim, Section, Table, write_report
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

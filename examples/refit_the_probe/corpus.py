@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import probelens as pl
-from probelens.tasks import _corpus
+from probelens.tasks.code import corpus as _corpus
 
 __all__ = ["END", "NextToken", "functions", "held_out", "make_tokenizer"]
 

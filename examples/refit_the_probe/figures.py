@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from probelens import plots
 from probelens.examples.refit_the_probe.setup import ARCHS, LABELS, NAMES, TASKS, TITLES
 from probelens.examples.refit_the_probe.speaking import of_learned, speaking
+from probelens.results import plots
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -51,7 +51,7 @@ def main_cells(rows: pd.DataFrame, kind: str) -> pd.DataFrame:
 
 def over_seeds(rows: pd.DataFrame, by: list[str], value: str) -> pd.DataFrame:
     """One row for each group: its only seed with its interval over sequences, or mean and interval over seeds."""
-    from probelens.stats import hierarchical_bootstrap
+    from probelens.numerics.stats import hierarchical_bootstrap
 
     made = []
     # Near the ceiling a linear interval leaves the range of an accuracy; a drop may be of either sign.

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import probelens as pl
-from probelens._settings import at_least
 from probelens.examples.refit_the_probe.formal_cell import run_cell
 from probelens.examples.refit_the_probe.running import finished_rows, run_cells
 from probelens.examples.refit_the_probe.setup import ARCHS, NAMES, TASKS, TITLES
 from probelens.experiments import RunRecord
+from probelens.experiments.settings import at_least
 
 __all__ = ["PRESETS", "Config", "report", "run"]
 

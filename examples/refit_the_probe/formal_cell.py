@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import probelens as pl
-from probelens._ablating import CONTROLS, Control
-from probelens.collect import collect
-from probelens.erasure_sweep import ErasureResult
+from probelens.ablation.erase import ErasureResult
+from probelens.ablation.scoring import CONTROLS, Control
 from probelens.examples.refit_the_probe.setup import LABELS, PAIRS, PROBED, build, make_task, training
 from probelens.experiments import Status
-from probelens.final_layer import PatchSitesResult
-from probelens.indices import ProfileIndices, profile_indices
+from probelens.hooks.sites import LAYER_AXIS
 from probelens.models.evaluation import EvalResult
-from probelens.results import Result
-from probelens.sites import LAYER_AXIS
-from probelens.subspaces import probe_rows
+from probelens.numerics.indices import ProfileIndices, profile_indices
+from probelens.patching.final_layer import PatchSitesResult
+from probelens.results.result import Result
+from probelens.running.collect import collect
+from probelens.subspaces.fitted import probe_rows
 
 __all__ = ["SPANS", "measure", "run_cell"]
 

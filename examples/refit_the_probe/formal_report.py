@@ -24,8 +24,8 @@ from probelens.examples.refit_the_probe.running import (
 )
 from probelens.examples.refit_the_probe.setup import LABELS, NAMES, TASKS, TITLES
 from probelens.experiments import RunRecord
-from probelens.files import atomic_path, write_rows
-from probelens.report import Chart, Section, Table, write_report
+from probelens.results.files import atomic_path, write_rows
+from probelens.results.report import Chart, Section, Table, write_report
 
 __all__ = ["main", "slim", "write"]
 

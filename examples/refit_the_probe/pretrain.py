@@ -24,10 +24,10 @@ import numpy as np
 import torch
 
 import probelens as pl
-from probelens._settings import at_least
 from probelens.examples.refit_the_probe.corpus import NextToken, functions, held_out, make_tokenizer
 from probelens.examples.refit_the_probe.running import device_of, mixed, quiet, run_cells
 from probelens.experiments import RunRecord, Status, Store
+from probelens.experiments.settings import at_least
 
 __all__ = ["PRESETS", "Config", "report", "run"]
 
@@ -236,8 +236,8 @@ def report(config: Config, record: RunRecord) -> Path:
         probelens.StoreError: No model of the run is finished.
     """
     from probelens.examples.refit_the_probe.running import finished_rows
-    from probelens.plots import training_curve
-    from probelens.report import Chart, Section, Table, write_report
+    from probelens.results.plots import training_curve
+    from probelens.results.report import Chart, Section, Table, write_report
 
     rows = finished_rows(config.out)
     curve = rows[rows["kind"] == "training"].dropna(axis=1, how="all")

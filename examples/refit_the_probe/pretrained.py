@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import probelens as pl
-from probelens._settings import at_least
-from probelens.collect import collect
 from probelens.examples.refit_the_probe import formal_cell
 from probelens.examples.refit_the_probe.running import (
     device_of,
@@ -35,7 +33,9 @@ from probelens.examples.refit_the_probe.running import (
 from probelens.examples.refit_the_probe.setup import LABELS, PROBED, TASKS, TITLES, make_task
 from probelens.examples.refit_the_probe.words import InVocabulary
 from probelens.experiments import RunRecord, Status
-from probelens.sites import LAYER_AXIS
+from probelens.experiments.settings import at_least
+from probelens.hooks.sites import LAYER_AXIS
+from probelens.running.collect import collect
 
 __all__ = ["PRESETS", "Config", "report", "run"]
 

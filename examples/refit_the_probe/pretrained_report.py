@@ -11,7 +11,6 @@ from typing import Any
 
 import pandas as pd
 
-from probelens import plots
 from probelens.examples.refit_the_probe.claim_rules import every
 from probelens.examples.refit_the_probe.claims_using import (
     INLP,
@@ -24,7 +23,8 @@ from probelens.examples.refit_the_probe.running import best, command_of, each, u
 from probelens.examples.refit_the_probe.setup import LABELS, TITLES
 from probelens.examples.refit_the_probe.speaking import speaking
 from probelens.experiments import RunRecord
-from probelens.report import Chart, Claim, Section, Table, write_report
+from probelens.results import plots
+from probelens.results.report import Chart, Claim, Section, Table, write_report
 
 __all__ = ["claims", "figures", "layers", "write"]
 

@@ -18,7 +18,7 @@ import probelens as pl
 from probelens.examples.refit_the_probe import code_depth_report, pretrained_report
 from probelens.examples.refit_the_probe.formal_report import slim
 from probelens.examples.refit_the_probe.running import claims_table, each, fill, merged, told, write_pictures
-from probelens.files import atomic_path, read_rows, write_rows
+from probelens.results.files import atomic_path, read_rows, write_rows
 
 __all__ = ["code_table", "filled", "layers_table", "main", "sites_table"]
 

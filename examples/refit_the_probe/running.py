@@ -15,14 +15,14 @@ import torch
 
 import probelens as pl
 from probelens.experiments import RunRecord, Store, cell_key, run_grid, versions
-from probelens.files import atomic_path, read_rows, write_rows
+from probelens.results.files import atomic_path, read_rows, write_rows
 
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
     from probelens.experiments.grid import RunCell
-    from probelens.report import Claim
+    from probelens.results.report import Claim
 
 __all__ = [
     "best",

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from probelens._settings import configure, unknown
 from probelens.errors import InputError, ProbelensError, require
+from probelens.experiments.settings import configure, unknown
 
 __all__ = ["EXECUTORS", "Dask", "Local", "Processes", "Submitit", "current", "named", "opened", "using"]
 

@@ -15,7 +15,7 @@ from probelens.errors import InputError
 from probelens.experiments.executors import Local, Spec, current, named, opened
 from probelens.experiments.status import watching
 from probelens.experiments.store import Row, Store, cell_key
-from probelens.files import atomic_path
+from probelens.results.files import atomic_path
 
 __all__ = ["GridReport", "RunCell", "run_grid"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from probelens.errors import InputError, StoreError
-from probelens.files import atomic_path
+from probelens.results.files import atomic_path
 
 __all__ = ["RunRecord", "versions"]
 

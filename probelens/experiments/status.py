@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from probelens.files import atomic_path
+from probelens.results.files import atomic_path
 
 __all__ = ["Status", "watching"]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import probelens
 from probelens.errors import InputError, StoreError
-from probelens.files import atomic_path, read_rows, write_rows
+from probelens.results.files import atomic_path, read_rows, write_rows
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -1,5 +1,6 @@
-"""Small formal models from the ecosystem's own classes: Transformer, Mamba, Mamba-2, LSTM and GRU."""
+"""Small models to build, train and evaluate on tasks; loading any model."""
 
+from probelens.models import training
 from probelens.models.build import build, config_of, n_params
 from probelens.models.checkpoint import is_checkpoint, load, save
 from probelens.models.config import ARCHITECTURES, FormalConfig
@@ -15,4 +16,5 @@ __all__ = [
     "load",
     "n_params",
     "save",
+    "training",
 ]

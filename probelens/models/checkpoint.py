@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from probelens.errors import InputError, StoreError
-from probelens.files import read_tensors, write_tensors
 from probelens.models.build import build, config_of, construct
 from probelens.models.config import FormalConfig
+from probelens.results.files import read_tensors, write_tensors
 
 __all__ = ["is_checkpoint", "load", "save"]
 
-_KEY = "probelens.model"
+_KEY = "probelens.hooks.model"
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:

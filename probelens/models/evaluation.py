@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from probelens.errors import InputError, ShapeError
-from probelens.results import Result
-from probelens.stats import ratio_of_means
+from probelens.numerics.stats import ratio_of_means
+from probelens.results.result import Result
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -75,7 +75,7 @@ class EvalResult(Result):
 
     def plot(self) -> go.Figure:
         """Accuracy against length, one line per span, one panel per label."""
-        from probelens.plots import length_curve
+        from probelens.results.plots import length_curve
 
         several = len({row["label"] for row in self.rows}) > 1
         return length_curve(
@@ -195,7 +195,7 @@ def unwrap(model: Any, backend: Backend) -> tuple[nn.Module, Callable[[], Abstra
         return module, contextlib.nullcontext
     if callable(backend):
         return module, backend
-    from probelens.loading import wrap
+    from probelens.models.loading import wrap
 
     wrapped = model if hooked else wrap(module)
     return module, lambda: wrapped.backend(backend)

@@ -1,16 +1,16 @@
 """Probing: what can be read from activations, and what that reading is worth."""
 
 from probelens.probing.controls import control_labels, selectivity
-from probelens.probing.factor import Factorised
 from probelens.probing.linear import LinearProbe, RidgeProbe
 from probelens.probing.mdl import Codelength, online_codelength
 from probelens.probing.mlp import MLPProbe
-from probelens.probing.protocol import ProbeResult, probe
+from probelens.probing.probe import ProbeResult, probe
 from probelens.probing.refit import refit_accuracy
-from probelens.probing.regression import ValueProbeResult, probe_values
-from probelens.probing.ridge import RidgeFit, ridge_path
-from probelens.probing.solver import LogisticFit, fit_path
+from probelens.probing.solvers.factor import Factorised
+from probelens.probing.solvers.logistic import LogisticFit, fit_path
+from probelens.probing.solvers.ridge import RidgeFit, ridge_path
 from probelens.probing.splits import Split, split_by_group
+from probelens.probing.values import ValueProbeResult, probe_values
 
 __all__ = [
     "Codelength",

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probelens._numbers import tensor_of
 from probelens.errors import InputError, ShapeError
+from probelens.numerics.tensors import tensor_of
 
 __all__ = ["contexts", "control_labels", "selectivity"]
 

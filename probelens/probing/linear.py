@@ -14,11 +14,11 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 from torch import Tensor
 
-from probelens._modes import exact
 from probelens.errors import InputError, ShapeError
-from probelens.probing.factor import Factorised, as_features
-from probelens.probing.ridge import ridge_path
-from probelens.probing.solver import fit_path
+from probelens.numerics.modes import exact
+from probelens.probing.solvers.factor import Factorised, as_features
+from probelens.probing.solvers.logistic import fit_path
+from probelens.probing.solvers.ridge import ridge_path
 
 __all__ = ["LinearProbe", "RidgeProbe"]
 

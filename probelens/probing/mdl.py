@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probelens._modes import exact
-from probelens._numbers import tensor_of
 from probelens.errors import InputError, ShapeError
-from probelens.probing.factor import Factorised, as_features
-from probelens.probing.solver import DEFAULT_CS, LogisticFit, fit_path
+from probelens.numerics.modes import exact
+from probelens.numerics.tensors import tensor_of
+from probelens.probing.solvers.factor import Factorised, as_features
+from probelens.probing.solvers.logistic import DEFAULT_CS, LogisticFit, fit_path
 
 __all__ = ["PORTIONS", "Codelength", "online_codelength"]
 

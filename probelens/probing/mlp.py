@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from probelens._modes import differentiable, exact
-from probelens._numbers import tensor_of
 from probelens.errors import InputError, ShapeError
-from probelens.probing.factor import as_features
+from probelens.numerics.modes import differentiable, exact
+from probelens.numerics.tensors import tensor_of
+from probelens.probing.solvers.factor import as_features
 
 __all__ = ["MLPProbe", "mlp_accuracy"]
 

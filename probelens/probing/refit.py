@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probelens._chance import slack
-from probelens._modes import exact
-from probelens._numbers import tensor_of
 from probelens.errors import ShapeError
-from probelens.probing._fitting import Fitted, by_position, share
-from probelens.probing._rows import by_group
+from probelens.numerics.modes import exact
+from probelens.numerics.tensors import tensor_of
+from probelens.probing.chance import slack
+from probelens.probing.fitting import Fitted, by_position, share
 from probelens.probing.mlp import mlp_accuracy
-from probelens.probing.solver import DEFAULT_CS
+from probelens.probing.rows import by_group
+from probelens.probing.solvers.logistic import DEFAULT_CS
 from probelens.probing.splits import FRACTIONS, Split, split_by_group
 
 __all__ = ["PositionProbes", "guess_accuracy", "position_probes", "refit_accuracy", "refit_check"]
@@ -202,7 +202,7 @@ def refit_accuracy(
 
 def _gap(before: Tensor, after: Tensor, keep: Tensor, groups: Tensor) -> dict[str, float | None]:
     """What a probe read before and no longer reads after, with its interval over groups."""
-    from probelens.stats import ratio_of_means
+    from probelens.numerics.stats import ratio_of_means
 
     lost, counted = by_group(groups, (before.double() - after.double()).sum(-1), keep.double().sum(-1))
     if len(lost) < 2:

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from probelens.errors import InputError
-from probelens.tasks._args import choice
 from probelens.tasks.base import Task
 from probelens.tasks.baselines import baseline_predictions, baselines
-from probelens.tasks.code_depth import CodeDepth
+from probelens.tasks.code.code_depth import CodeDepth
 from probelens.tasks.counter import Counter
 from probelens.tasks.data import Batch, PatchPairs
+from probelens.tasks.drawing.arguments import choice
 from probelens.tasks.dyck import Dyck
 from probelens.tasks.flip_flop import FlipFlop
 from probelens.tasks.group_words import GroupWords

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from probelens.errors import InputError, ShapeError
-from probelens.tasks._args import choice, integer, rng_from
-from probelens.tasks._distinct import avoid, hashed, unique
-from probelens.tasks._pairs import Pairs, change_one_token
 from probelens.tasks.baselines import baselines
 from probelens.tasks.data import IGNORE, Batch, PatchPairs
+from probelens.tasks.drawing.arguments import choice, integer, rng_from
+from probelens.tasks.drawing.distinct import avoid, hashed, unique
+from probelens.tasks.drawing.pairs import Pairs, change_one_token
 
 __all__ = ["Batch", "PatchPairs", "Task"]
 

@@ -10,8 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from probelens.errors import InputError
-from probelens.tasks._args import integer
 from probelens.tasks.data import Batch
+from probelens.tasks.drawing.arguments import integer
 
 __all__ = ["baseline_predictions", "baselines"]
 

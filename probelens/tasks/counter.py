@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from probelens.errors import InputError
-from probelens.tasks import _walk
-from probelens.tasks._args import integer, probability
-from probelens.tasks._pairs import Pairs, collect_pairs
 from probelens.tasks.base import Task
+from probelens.tasks.drawing import walks as _walk
+from probelens.tasks.drawing.arguments import integer, probability
+from probelens.tasks.drawing.pairs import Pairs, collect_pairs
 
 __all__ = ["Counter"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from probelens.errors import InputError
-from probelens.tasks import _walk
-from probelens.tasks._args import choice, integer, probability
-from probelens.tasks._pairs import Pairs, collect_pairs
 from probelens.tasks.base import Task
 from probelens.tasks.data import PatchPairs
+from probelens.tasks.drawing import walks as _walk
+from probelens.tasks.drawing.arguments import choice, integer, probability
+from probelens.tasks.drawing.pairs import Pairs, collect_pairs
 
 __all__ = ["Dyck"]
 

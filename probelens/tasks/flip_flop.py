@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from probelens.errors import InputError
-from probelens.tasks._args import probability
-from probelens.tasks._pairs import Pairs
 from probelens.tasks.base import Task
 from probelens.tasks.data import PatchPairs
+from probelens.tasks.drawing.arguments import probability
+from probelens.tasks.drawing.pairs import Pairs
 
 __all__ = ["FlipFlop"]
 

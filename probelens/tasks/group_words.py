@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from probelens.errors import InputError
-from probelens.tasks._args import choice
 from probelens.tasks.base import Task
+from probelens.tasks.drawing.arguments import choice
 
 __all__ = ["GroupWords"]
 

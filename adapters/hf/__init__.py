@@ -1,0 +1,1 @@
+"""What transformers' models share, and their adapters."""

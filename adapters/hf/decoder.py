@@ -1,0 +1,209 @@
+"""What every Hugging Face decoder has in common: where its blocks, embeddings and norm are."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from probelens.adapters.hf.blocks import first_child, join
+from probelens.errors import AdapterNotFoundError, InputError
+from probelens.hooks.adapter import Adapter, Call, ModelConfig
+from probelens.hooks.unwrap import unadapted
+
+_BLOCK_LISTS = ("layers", "h", "blocks", "decoder.layers", "block")
+_FINAL_NORMS = (
+    "norm", "ln_f", "final_layer_norm", "norm_f", "final_layernorm", "final_norm", "ln_out", "rms_norm",
+    "embedding_norm", "out_norm", "layer_norm", "decoder.final_layer_norm", "decoder.layer_norm",
+)  # fmt: skip
+
+
+def is_hf(module: Any) -> bool:
+    """Whether a module is a transformers model, found out without importing transformers."""
+    return isinstance(module, nn.Module) and any(
+        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.")
+        for cls in type(module).__mro__
+    )
+
+
+def path_of(root: nn.Module, module: nn.Module) -> str:
+    """Where a module stands below ``root``."""
+    for path, found in root.named_modules():
+        if found is module:
+            return path
+    raise AdapterNotFoundError(f"{type(module).__name__} is not a submodule of {type(root).__name__}")
+
+
+def _grouped(config: Any, heads: int) -> int | None:
+    shared = getattr(config, "num_key_value_heads", None)
+    return int(shared) if isinstance(shared, int) and 0 < shared != heads else None
+
+
+def _mlp_width(config: Any, width: int) -> int:
+    for key in ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim"):
+        found = getattr(config, key, None)
+        if isinstance(found, int):
+            return found
+    # GPT-2's n_inner=None means four times the width.
+    return 4 * width if hasattr(config, "n_inner") else 0
+
+
+class HFAdapter(Adapter):
+    """Blocks, embedding, final norm and unembedding of a transformers decoder.
+
+    Args:
+        module: A ``...ForCausalLM`` or the bare ``...Model``.
+        tokenizer: For text inputs.
+    """
+
+    options = ("tokenizer",)
+
+    def __init__(self, module: nn.Module, tokenizer: Any = None) -> None:
+        super().__init__(module)
+        self.tokenizer = tokenizer
+        self.config: Any = module.config
+        text: Any = getattr(self.config, "get_text_config", lambda: self.config)()
+        inner = self.decoder(module)
+        base = path_of(module, inner)
+        blocks = first_child(inner, _BLOCK_LISTS)
+        if blocks is None:
+            raise AdapterNotFoundError(
+                f"no list of blocks found in {type(module).__name__}: looked for {', '.join(_BLOCK_LISTS)} in "
+                f'{type(inner).__name__}. Say where it is: pl.wrap(module, blocks="path.to.the.list")'
+            )
+        count = len(list(inner.get_submodule(blocks).children()))
+        self.blocks = [join(base, blocks, str(i)) for i in range(count)]
+        embed = module.get_input_embeddings()  # type: ignore[operator]
+        if embed is not None:
+            self.parts["embed"] = path_of(module, embed)
+        norm = first_child(inner, _FINAL_NORMS)
+        if norm is not None:
+            self.parts["ln_final"] = join(base, norm)
+        outputs: Any = getattr(module, "get_output_embeddings", None)
+        head = outputs() if outputs is not None else None
+        if head is not None:
+            self.parts["unembed"] = path_of(module, head)
+        embed, head = (None if part is None else unadapted(part) for part in (embed, head))
+        name = str(getattr(self.config, "_name_or_path", "") or type(module).__name__)
+        heads = int(getattr(text, "num_attention_heads", 0) or 0)
+        width = int(text.hidden_size)
+        self.cfg = ModelConfig(
+            n_layers=count,
+            d_model=width,
+            d_vocab=int(getattr(embed, "num_embeddings", 0) or 0),
+            n_heads=heads,
+            d_head=int(getattr(text, "head_dim", None) or (width // heads if heads else 0)),
+            n_key_value_heads=_grouped(text, heads),
+            d_mlp=_mlp_width(text, width) if heads else 0,
+            n_ctx=int(getattr(text, "max_position_embeddings", 0) or 0),
+            d_vocab_out=int(getattr(head, "out_features", 0) or 0),
+            # A folder's name says as much as its path, and a path of one machine means nothing on another.
+            model_name=os.path.basename(name.rstrip("/")) if os.path.isdir(name) else name,
+            architecture=self.name,
+        )
+
+    @staticmethod
+    def decoder(module: nn.Module) -> nn.Module:
+        """The module that holds the list of blocks."""
+        prefix = getattr(module, "base_model_prefix", "")
+        inner = getattr(module, prefix, module) if prefix else module
+        if isinstance(inner, nn.Module) and first_child(inner, _BLOCK_LISTS) is None:
+            for name in ("language_model", "text_model", "model", "decoder"):
+                found = getattr(inner, name, None)
+                if isinstance(found, nn.Module) and first_child(found, _BLOCK_LISTS):
+                    return found
+        return inner if isinstance(inner, nn.Module) else module
+
+    def call(self, tokens: Tensor, mask: Tensor | None, extra: dict[str, Any]) -> Call:
+        if not isinstance(tokens, Tensor):
+            raise InputError(
+                f"inputs must be tokens (batch, pos), text or a mapping of keywords, got a {type(tokens).__name__}"
+            )
+        # A key/value cache costs time and changes no logit; whoever wants one passes use_cache=True.
+        kwargs = {"use_cache": False, **extra}
+        if mask is not None:
+            kwargs["attention_mask"] = mask
+        if tokens.is_floating_point():
+            return Call((), {"inputs_embeds": tokens, **kwargs}, None, mask)
+        return Call((), {"input_ids": tokens, **kwargs}, tokens, mask)
+
+    def resid_call(self, resid: Tensor, mask: Tensor | None, extra: dict[str, Any]) -> Call:
+        # Only its shape is used: the block at which the run starts gets the residual itself.
+        weight: Any = self.module.get_submodule(self.parts["embed"]).weight
+        blank = torch.zeros(*resid.shape[:2], weight.shape[-1], dtype=weight.dtype, device=self.device())
+        return self.call(blank, mask, extra)
+
+
+def load_pretrained(
+    name: str,
+    *,
+    device: str | torch.device | None,
+    dtype: torch.dtype | str | None,
+    trust_remote_code: bool,
+    **kw: Any,
+) -> tuple[nn.Module, Any]:
+    """A causal language model and its tokenizer (None if it has none) from the hub or a folder.
+
+    A checkpoint in mamba-ssm's own format is read into transformers' class. Where the hub can't be reached, the
+    local cache is all that is asked.
+
+    Raises:
+        InputError: There is no such model, it can't be read, or the hub can't be reached and the cache lacks it.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from probelens.adapters import mamba_ssm_files as mamba_ssm
+    from probelens.adapters.hf.hub import unreachable
+
+    options = {"trust_remote_code": trust_remote_code, **kw}
+    away = unreachable(name, options)
+    if away is not None:
+        options["local_files_only"] = True
+        # transformers looks for a LoRA adapter by options of its own.
+        options["adapter_kwargs"] = {**(kw.get("adapter_kwargs") or {}), "local_files_only": True}
+    hub = {k: v for k, v in options.items() if k in ("revision", "cache_dir", "token", "local_files_only")}
+    if mamba_ssm.is_config(mamba_ssm.read_config(name, **hub)):
+        # Before transformers sees it: that takes "mamba" in a name for the type and its own defaults for sizes.
+        module = mamba_ssm.load(name, dtype=_dtype(dtype), **hub)
+    else:
+        try:
+            module = AutoModelForCausalLM.from_pretrained(
+                name, **({"dtype": dtype} if dtype else {}), **options
+            )
+        except Exception as err:
+            # Of a damaged folder transformers raises errors of every kind.
+            why = str(err) if isinstance(err, (OSError, ValueError)) else f"{type(err).__name__}: {err}"
+            if away is not None:
+                raise InputError(
+                    f"can't load {name!r}: {away}, and the local cache doesn't do: {why.splitlines()[0]}\n"
+                    "Give a folder made by save_pretrained(), or try again with a connection. HF_ENDPOINT names "
+                    "another hub; with HF_HUB_OFFLINE=1 only the cache (HF_HOME) is asked."
+                ) from err
+            raise InputError(
+                f"can't load {name!r} as a causal language model: {why}\n"
+                "Give the id of a model on the Hugging Face hub or a folder made by save_pretrained()."
+            ) from err
+    module = module.eval() if device is None else module.eval().to(device)
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    if os.path.isdir(name) and not any(os.path.exists(os.path.join(name, file)) for file in files):
+        # Where there are no files AutoTokenizer makes an empty tokenizer of the model's class.
+        return module, None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **hub)
+    except (OSError, ValueError, KeyError, ImportError):
+        # A model saved without a tokenizer is complete: it takes tokens, and text is refused by name.
+        tokenizer = None
+    return module, tokenizer
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if not isinstance(dtype, str):
+        return dtype
+    found = getattr(torch, dtype, None)
+    if dtype != "auto" and not isinstance(found, torch.dtype):
+        raise InputError(
+            f'dtype={dtype!r} is not known. Give a torch.dtype, its name such as "bfloat16", or "auto"'
+        )
+    return found

@@ -1,0 +1,181 @@
+"""What transformers' Mamba and Mamba-2 mixers have in common: their points, and the instrumented forward."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from probelens.errors import InputError
+from probelens.hooks.adapter import Adapter, refuse_replaced_forward, replaced_forward, swapped_forward
+from probelens.hooks.forwards import makeup
+from probelens.hooks.switchboard import HookPoint, Tap
+from probelens.kernels.ssm import (
+    MAMBA2_POINTS,
+    MAMBA_POINTS,
+    MambaState,
+    is_mamba2,
+    mamba2_mixer,
+    mamba_mixer,
+)
+
+# Whose classes the reference forward is equal to.
+PACKAGES = ("transformers", "mamba_ssm")
+METHODS = ("forward", "slow_forward", "cuda_kernels_forward")
+
+# Positions that each layer of a cache went through while instrumented.
+_SEEN: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
+
+
+def mixer_points(adapter: Adapter, prefix: str, path: str) -> list[HookPoint]:
+    """The points of the mixer at ``path``: its input and output, and everything between."""
+    mixer = adapter.module.get_submodule(path)
+    out = []
+    for name, point in (MAMBA2_POINTS if is_mamba2(mixer) else MAMBA_POINTS).items():
+        full = f"{prefix}mixer.{name}"
+        if name == "hook_inner_norm" and getattr(mixer, "norm", None) is None:
+            continue
+        if name in ("hook_in", "hook_out"):
+            alias = (f"{prefix}hook_mixer_out",) if name == "hook_out" else ()
+            out.append(
+                adapter.boundary(
+                    full, path, name.removeprefix("hook_"), axes=point.axes, aliases=alias, note=point.note
+                )
+            )
+        else:
+            out.append(adapter.interior(full, path, axes=point.axes, step=point.step, note=point.note))
+    return out
+
+
+def quick(adapter: Adapter, paths: list[str]) -> list[str]:
+    """Of these mixers, those that the reference forward runs faster: all on a CPU, where there are no kernels."""
+    return [
+        path for path in paths
+        if adapter.device_of(path) == torch.device("cpu")
+        and replaced_forward(adapter.module.get_submodule(path), PACKAGES, METHODS) is None
+    ]  # fmt: skip
+
+
+def instrumented(mixer: nn.Module, tap: Tap) -> contextlib.AbstractContextManager[None]:
+    """Run the reference forward of a mixer, with ``tap``, while the context lasts.
+
+    Raises:
+        InputError: The mixer's forward is not its class's own or gives other numbers, or a PyTorch hook stands on a
+            module that the reference forward computes itself.
+    """
+    refuse_replaced_forward(mixer, PACKAGES, METHODS)
+    for name in ("norm", "act"):
+        inner = getattr(mixer, name, None)
+        if isinstance(inner, nn.Module) and (inner._forward_hooks or inner._forward_pre_hooks):
+            raise InputError(
+                f"a PyTorch hook stands on {name!r} inside a {type(mixer).__name__}, and what lies inside the mixer is read "
+                "from a forward that doesn't call that module. Remove the hook, or read and edit at "
+                f"{'mixer.hook_inner_norm' if name == 'norm' else 'mixer.hook_conv'} instead"
+            )
+    if not _alike(mixer):
+        raise InputError(
+            f"what lies inside a {type(mixer).__name__} is read from a reference forward, which gives other numbers than "
+            "the mixer's own on a trial: something in it was exchanged. Stay at the points around it"
+        )
+    return swapped_forward(mixer, _forward(mixer, tap))
+
+
+# Of each mixer, what it consisted of when it was tried, and whether both forwards gave the same numbers.
+_TRIED: weakref.WeakKeyDictionary[nn.Module, tuple[Any, bool]] = weakref.WeakKeyDictionary()
+
+
+def _alike(mixer: nn.Module) -> bool:
+    """Whether a mixer's own forward gives what the reference gives; True, too, where it can't be tried by itself."""
+    now = makeup(mixer)
+    if mixer not in _TRIED or _TRIED[mixer][0] != now:
+        _TRIED[mixer] = now, _tried(mixer)
+    return _TRIED[mixer][1]
+
+
+def _tried(mixer: Any) -> bool:
+    weight = next(mixer.parameters(), None)
+    if weight is None or weight.is_meta or hasattr(mixer, "_hf_hook"):
+        return True
+    run = mamba2_mixer if is_mamba2(mixer) else mamba_mixer
+    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
+        try:
+            x = torch.randn(2, 5, mixer.in_proj.weight.shape[-1], generator=torch.Generator().manual_seed(0))
+            x = x.to(weight.device, weight.dtype)
+            own = type(mixer).forward(mixer, x)
+            found = run(mixer, x)
+        except Exception:  # kernels that aren't here, or arguments that only the model has
+            return True
+    own = own[0] if isinstance(own, tuple) else own
+    if own.shape != found.shape:
+        return False
+    # Half precision rounds, and so do kernels on a GPU, which multiply in TF32.
+    exact = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
+    allowed = 1e-3 if exact else 0.1
+    return bool((found - own).abs().max() <= allowed * own.abs().max().clamp(min=1e-30))
+
+
+def _forward(mixer: nn.Module, tap: Tap) -> Callable[..., Tensor]:
+    run = mamba2_mixer if is_mamba2(mixer) else mamba_mixer
+
+    def forward(
+        hidden_states: Tensor,
+        cache: Any = None,
+        attention_mask: Tensor | None = None,
+        cache_params: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        cache = cache if cache is not None else cache_params
+        if attention_mask is not None and attention_mask.shape[:2] != hidden_states.shape[:2]:
+            # While decoding, transformers may pass the mask of everything so far to a step of one token.
+            attention_mask = None
+        if cache is None:
+            return run(mixer, hidden_states, tap, attention_mask=attention_mask)
+        layer: Any = mixer.layer_idx
+        conv, ssm = _read(cache, layer)
+        # The cache doesn't say how many positions it has seen, and hooks want to know which one this is.
+        seen = _SEEN.setdefault(cache, {})
+        offset = seen.get(layer, 0) if conv is not None else 0
+        out, state = run(
+            mixer,
+            hidden_states,
+            tap,
+            conv_state=conv,
+            ssm_state=ssm,
+            attention_mask=attention_mask,
+            return_state=True,
+            offset=offset,
+        )
+        seen[layer] = offset + hidden_states.shape[1]
+        _write(cache, layer, state)
+        return out
+
+    return forward
+
+
+def _first(value: Any) -> Any:
+    # Newer versions of transformers keep the states of a layer in a mapping (or list), older ones just one state.
+    return value[0] if isinstance(value, (dict, list)) else value
+
+
+def _read(cache: Any, layer: int) -> tuple[Tensor | None, Tensor | None]:
+    if getattr(cache, "is_recording_past", lambda i: False)(layer):
+        raise InputError(
+            "interior hooks don't work with a cache that records its past. Generate without assistance."
+        )
+    held = cache.layers[layer]
+    if not _first(held.has_previous_state):
+        return None, None
+    return _first(held.conv_states), _first(held.recurrent_states)
+
+
+def _write(cache: Any, layer: int, state: MambaState) -> None:
+    held = cache.layers[layer]
+    if _first(held.has_previous_state):
+        _first(held.conv_states).copy_(state.conv)
+    else:
+        cache.update_conv_state(state.conv, layer, conv_kernel_size=state.conv.shape[-1])
+    cache.update_recurrent_state(state.ssm, layer)

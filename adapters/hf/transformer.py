@@ -1,0 +1,227 @@
+"""Hugging Face decoders with attention: GPT-NeoX/Pythia, GPT-2, Llama, Qwen, Gemma and their like."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from probelens.adapters.hf import attention as _attention
+from probelens.adapters.hf.blocks import ATTENTION, BlockParts, first_child, join, parts_of, uses_interface
+from probelens.adapters.hf.decoder import HFAdapter, is_hf
+from probelens.hooks.switchboard import HookPoint, Switchboard, Tap, attach_to_module
+
+if TYPE_CHECKING:
+    from probelens.hooks.model import HookedModel
+    from probelens.running.sweep.resume import Resumer
+
+__all__ = ["HFTransformer"]
+
+HEADS = ("batch", "pos", "head", "d_head")
+KV_HEADS = ("batch", "key_pos", "kv_head", "d_head")
+PATTERN = ("batch", "head", "pos", "key_pos")
+MLP_AXES = ("batch", "pos", "d_mlp")
+_INSIDE = {
+    "hook_q": (HEADS, "after the rotary embedding"),
+    "hook_k": (KV_HEADS, "after the rotary embedding; heads as stored, before grouped queries share them"),
+    "hook_v": (KV_HEADS, "heads as stored, before grouped queries share them"),
+    "hook_attn_scores": (PATTERN, "scaled and masked, before the softmax"),
+    "hook_pattern": (PATTERN, "after the softmax; an edit is not normalised again"),
+}
+
+
+class HFTransformer(HFAdapter):
+    """Any transformers decoder whose blocks have an attention and an MLP.
+
+    Args:
+        module: For example a ``GPTNeoXForCausalLM``.
+        tokenizer: For text inputs.
+    """
+
+    name = "hf-transformer"
+    priority = 10
+
+    def __init__(self, module: nn.Module, tokenizer: Any = None) -> None:
+        super().__init__(module, tokenizer)
+        self.block_parts = [parts_of(module.get_submodule(path), self.config) for path in self.blocks]
+        for canonical, kind in (("attn", "attention"), ("mlp", "mlp"), ("mixer", "mixer")):
+            places = {i: path for i, parts in enumerate(self.block_parts) if (path := getattr(parts, kind))}
+            first = next(iter(places.values()), None)
+            if first is not None:
+                self.segments[canonical] = first
+            self.segments |= {f"{i}.{canonical}": path for i, path in places.items() if path != first}
+
+    @classmethod
+    def matches(cls, module: Any) -> bool:
+        if not is_hf(module) or not hasattr(module, "get_input_embeddings"):
+            return False
+        inner = cls.decoder(module)
+        blocks = first_child(inner, ("layers", "h", "blocks", "decoder.layers"))
+        if blocks is None or module.config.model_type == "rwkv":
+            return False
+        return all(
+            first_child(block, ATTENTION) is not None
+            and first_child(block, ("mamba", "mixer")) is None
+            and not _is_linear(block)
+            for block in inner.get_submodule(blocks).children()
+        )
+
+    def block_points(self, layer: int, path: str) -> list[HookPoint]:
+        prefix, parts = f"blocks.{layer}.", self.block_parts[layer]
+        points = self._attention_points(prefix, path, parts)
+        if parts.middle is not None:
+            points.append(
+                self.boundary(
+                    prefix + "hook_resid_mid", join(path, parts.middle), "in", carry=path,
+                    note="residual between attention and MLP; an edit reaches both the MLP and the residual stream",
+                )
+            )  # fmt: skip
+        return points + self._mlp_points(prefix, path, parts)
+
+    def _attention_points(self, prefix: str, path: str, parts: BlockParts) -> list[HookPoint]:
+        if parts.attention is None:
+            return []
+        attention = self.module.get_submodule(join(path, parts.attention))
+        points = []
+        if uses_interface(attention):
+            points = [
+                self.interior(f"{prefix}attn.{name}", join(path, parts.attention), axes=axes, note=note)
+                for name, (axes, note) in _INSIDE.items()
+            ]
+        if (
+            parts.attn_down is not None
+            and self._heads_of(attention)
+            and not _is_linear(self.module.get_submodule(path))
+        ):
+            points.append(
+                self.boundary(
+                    prefix + "attn.hook_z", join(path, parts.attn_down), "in", axes=HEADS, heads=self.cfg.n_heads,
+                    note="values mixed by the pattern, before attention's output projection",
+                )
+            )  # fmt: skip
+        if parts.attn_out is not None:
+            points.append(
+                self.boundary(
+                    prefix + "hook_attn_out", join(path, parts.attn_out), "out", scale=parts.attn_scale,
+                    note="what attention adds to the residual stream",
+                )
+            )  # fmt: skip
+        return points
+
+    def _heads_of(self, attention: nn.Module) -> bool:
+        # Whether the input of the output projection is n_heads vectors side by side, as far as one can tell.
+        counts = [getattr(attention, name, None) for name in ("num_heads", "n_heads", "num_attention_heads")]
+        return bool(self.cfg.n_heads) and (uses_interface(attention) or self.cfg.n_heads in counts)
+
+    def _mlp_points(self, prefix: str, path: str, parts: BlockParts) -> list[HookPoint]:
+        points = []
+        for name, where, side, note in (
+            ("mlp.hook_pre", parts.up, "out", "before the activation"),
+            (
+                "mlp.hook_pre_linear",
+                parts.up_linear,
+                "out",
+                "what the activation's output is multiplied with",
+            ),
+            ("mlp.hook_post", parts.down, "in", "neurons, before the MLP's output projection"),
+        ):
+            if where is not None:
+                points.append(self.boundary(prefix + name, join(path, where), side, axes=MLP_AXES, note=note))
+        if parts.mlp_out is not None:
+            points.append(
+                self.boundary(
+                    prefix + "hook_mlp_out", join(path, parts.mlp_out), "out", scale=parts.mlp_scale,
+                    note="what the MLP adds to the residual stream",
+                )
+            )  # fmt: skip
+        return points
+
+    def attach(self, board: Switchboard, point: HookPoint) -> Sequence[Any]:
+        head, _, tail = point.name.partition(".")[2].partition(".")
+        if (
+            point.name.startswith("blocks.")
+            and head.isdigit()
+            and (tail.startswith("mlp.") or tail in ("hook_mlp_out", "hook_resid_mid"))
+        ):
+            # Some blocks (OPT's) and some mixtures of experts run on (batch · pos, d_model).
+            return _attach_unflattened(board, point, self.module.get_submodule(self.blocks[int(head)]))
+        return attach_to_module(board, point)
+
+    def instrumented_paths(self) -> list[str]:
+        return list(dict.fromkeys(p.module for p in self.all_points if p.kind == "interior"))
+
+    def instrument(self, path: str, tap: Tap) -> contextlib.AbstractContextManager[None]:
+        module = self.module.get_submodule(path)
+        return _attention.instrumented(module, getattr(module, "config", self.config), tap)
+
+    def resumer(self, model: HookedModel) -> Resumer | None:
+        from probelens.adapters.hf.resume import KeyValues
+
+        return KeyValues.of(model)
+
+    def absent(self, name: str) -> str | None:
+        head, _, rest = name.partition(".")
+        layer, _, tail = rest.partition(".")
+        if head != "blocks" or not layer.isdigit() or int(layer) >= len(self.blocks):
+            return None
+        parts, last = self.block_parts[int(layer)], tail.rsplit(".", 1)[-1]
+        if last in parts.absent:
+            return parts.absent[last]
+        kind = type(self.module.get_submodule(self.blocks[int(layer)])).__name__
+        if tail.startswith("attn.") or last == "hook_attn_out":
+            if parts.attention is None:
+                return f"block {layer} (a {kind}) has no attention; use hook_mixer_out"
+            return (
+                f"the attention of block {layer} doesn't go through transformers' attention interface, "
+                f"so its inside is out of reach; use hook_attn_out or '{join(self.blocks[int(layer)], parts.attention)}.hook_in'"
+            )
+        if tail.startswith("mixer.") or last == "hook_mixer_out":
+            if parts.mixer is None:
+                return f"block {layer} (a {kind}) has attention, not a mixer; use hook_attn_out"
+            inside = f"blocks.{layer}.mixer."
+            if any(p.kind == "interior" and p.name.startswith(inside) for p in self.all_points):
+                return None
+            mixer = self.module.get_submodule(join(self.blocks[int(layer)], parts.mixer))
+            return (
+                f"the mixer of block {layer} (a {type(mixer).__name__}) has no reference forward here, so its "
+                "inside is out of reach; use hook_mixer_out"
+            )
+        if tail.startswith("mlp.") or last in ("hook_mlp_out", "hook_resid_mid"):
+            return f"block {layer} (a {kind}) has no MLP of its own" if parts.mlp is None else None
+        return None
+
+
+def _is_linear(block: nn.Module) -> bool:
+    kinds = (getattr(block, name, None) for name in ("block_type", "layer_type"))
+    return any(kind == "linear_attention" for kind in kinds)
+
+
+class _Unflattened:
+    """A switchboard whose hooks see (batch, pos, ...) although the module gets (batch · pos, ...)."""
+
+    def __init__(self, board: Switchboard, shapes: dict[int, tuple[int, int]]) -> None:
+        self.root = board.root
+        self._board = board
+        self._shapes = shapes
+
+    def fire(self, name: str, tensor: Tensor) -> Tensor:
+        if tensor.ndim != 2:
+            return self._board.fire(name, tensor)
+        seen = tensor.unflatten(0, self._shapes[threading.get_ident()])
+        new = self._board.fire(name, seen)
+        return tensor if new is seen else new.flatten(0, 1)
+
+
+def _attach_unflattened(board: Switchboard, point: HookPoint, block: nn.Module) -> list[Any]:
+    """Hooks that see (batch, pos, ...) also where a block flattens these two."""
+    shapes: dict[int, tuple[int, int]] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
+        shapes[threading.get_ident()] = (hidden.shape[0], hidden.shape[1])
+
+    handle = block.register_forward_pre_hook(note, with_kwargs=True, prepend=True)
+    return [handle, *attach_to_module(_Unflattened(board, shapes), point)]  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""Is it needed? Subspaces and components taken out, with controls and refitted probes."""

@@ -1,0 +1,341 @@
+"""Ablation of a subspace, with what makes its cost mean something: a refitted probe and controls.
+
+A drop after projecting a probe's direction out says nothing about necessity by itself. A probe
+refitted on the ablated activations may recover, and random subspaces may cost as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from probelens.ablation.scoring import (
+    CONTROLS,
+    Control,
+    Metric,
+    accuracy_chance,
+    after,
+    draw,
+    label_of,
+    run,
+    score,
+)
+from probelens.errors import InputError
+from probelens.hooks.model import HookedModel
+from probelens.hooks.sites import need_wrapped
+from probelens.results.result import Result
+from probelens.running.collect import collect
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+    from probelens.probing import ProbeResult
+    from probelens.subspaces.fitted import Eraser, Subspace
+
+__all__ = ["AblationResult", "ablate", "feeds_readout"]
+
+MARGIN = 0.02
+FLOOR = 0.2
+
+
+@dataclass(frozen=True, eq=False)
+class AblationResult(Result):
+    """What ablating a subspace cost at each site, beside its controls and the refitted probe.
+
+    Args:
+        rows: One a site, condition and draw: site, layer, label, condition ("target", "random",
+            "random_matched", "pca"), draw, rank, alpha, chance, value, clean, drop (clean − value), lo,
+            hi, damage; on targets also effect, effect_lo, effect_hi, effect_against (the control that
+            it is measured from), effect_p (share of its draws that cost as much, the subspace
+            counted among them; None for a metric of your own, where it isn't known which way costs),
+            damage_random, damage_random_matched, damage_pca (means over the draws), control_overlap
+            (share of the subspace that the matched controls share),
+            control_problem (why there are none, or None), verdict, and of the refit: probe_accuracy, refit_accuracy, refit_gap (the
+            one less the other) with refit_gap_lo and refit_gap_hi (paired, over test groups), refit_mlp_accuracy,
+            refit_position_accuracy (a probe at each position), majority, position_baseline,
+            baseline (the larger of the two), readable_before, readable_after (whether any probe reads
+            the label), probe_position_accuracy, probe_mlp_accuracy (before; None where not needed).
+        values: The metric of each example under each row's condition. (row, example)
+        clean: The metric of each example without ablation. (example,)
+        by_position: Mean metric at each position. (row, pos)
+        clean_by_position: The same without ablation. (pos,)
+        label: The variable whose subspace was ablated.
+        target: The label that the model's answer is compared with, or "".
+        metric: Name of the metric.
+        chance: What one answer given everywhere gets at best; sequences count alike, as in ``clean``.
+        path: How the engine ran: "resume", "skip" or "full"; see ``sweep``.
+        refit_by_position: Accuracy of the refitted linear probe at each position. (target, pos)
+        extra: What the caller wants to keep with the result; saved and loaded with it.
+    """
+
+    rows: list[dict[str, Any]]
+    values: Tensor
+    clean: Tensor
+    by_position: Tensor
+    clean_by_position: Tensor
+    label: str = ""
+    target: str = ""
+    metric: str = "accuracy"
+    chance: float = 0.0
+    path: str = "full"
+    refit_by_position: Tensor | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """One row a site, condition and draw."""
+        import pandas as pd
+
+        return pd.DataFrame(self.rows)
+
+    def targets(self) -> list[dict[str, Any]]:
+        """The rows of the ablated subspaces themselves, without controls."""
+        return [row for row in self.rows if row["condition"] not in CONTROLS]
+
+    def plot(self, title: str | None = None) -> go.Figure:
+        """Drop by layer beside its controls, and the refitted probe below.
+
+        Args:
+            title: Shown above the figure.
+
+        Returns:
+            A figure of two panels.
+        """
+        from probelens.results import plots
+
+        return plots.ablation(
+            self.to_dataframe(), metric=self.metric, percent=self.metric == "accuracy", title=title
+        )
+
+
+def ablate(
+    model: HookedModel,
+    batch: Any,
+    subspaces: Mapping[str, Subspace | Eraser] | ProbeResult,
+    metric: Metric = "accuracy",
+    refit: bool = True,
+    controls: int = 20,
+    *,
+    label: str | None = None,
+    target: str | None = None,
+    kinds: Sequence[Control] = CONTROLS,
+    alpha: float = 1.0,
+    mlp: bool = True,
+    margin: float = MARGIN,
+    batch_size: int = 64,
+    memory: int | None = None,
+    seed: int = 0,
+    progress: bool = False,
+) -> AblationResult:
+    """Ablate a subspace at each site in turn, and measure the cost, the refit and the controls.
+
+    Edits are made where ``batch.mask`` is True: a BOS token or padding keeps its activation. The
+    refitted probe is trained and tested on ablated activations of ``batch``, split by sequence. At a state
+    point every step is edited, and the probes see the states that the model then has.
+
+    Args:
+        model: The wrapped model; run in eval mode.
+        batch: Sequences that the subspaces were not fitted on. tokens (example, pos).
+        subspaces: Site to Subspace (projected out, its mean kept) or Eraser; or a ProbeResult,
+            whose rows become the subspaces.
+        metric: "accuracy" of the argmax of the logits against ``batch.labels[target]``,
+            "next_token_loss" (nats), or a function of logits (batch, pos, d_vocab) and, by keyword,
+            ``tokens``, ``mask`` and each label, returning (batch, pos).
+        refit: Fit probes on the ablated activations: linear, one at each position, and (``mlp``) a
+            small MLP.
+        controls: Draws of each random control.
+        label: The variable that the subspaces are about; needed unless the batch has one label.
+        target: The label that the model answers with; ``label`` if None.
+        kinds: Controls: random subspaces of equal rank, of equal variance removed, and the top
+            principal components of equal rank.
+        alpha: Strength: 1 removes the subspace, 0 nothing.
+        mlp: Whether the refit includes the MLP.
+        margin: How far above its baseline a probe's accuracy may be and still count as chance.
+        batch_size: Sequences in one forward pass, at most.
+        memory: Bytes that the sweep may hold at once; None for the usual limits. See ``probelens.running.sweep.plan.plan``.
+        seed: Of control draws, splits and intervals.
+        progress: Show a progress bar.
+
+    Returns:
+        Drops with intervals over sequences, damage D = drop/(clean − chance), the effect
+        N = D − mean D of the matched controls (of the random ones where no subspace matches),
+        refitted accuracies, and a verdict for each site:
+
+        - "floor": the clean metric is within 0.2 of chance, so nothing can drop.
+        - "tautological": the site feeds a linear readout, so that erasing what is read must hurt.
+        - "inconclusive": a refitted probe is above baseline + ``margin``; the model may still use the variable.
+        - "absent": no probe reads the variable there, ablated or not: the cost is not about it.
+        - "erased": a probe read it, and none does any more; the effect says whether the model needed it.
+        - "not refitted": without ``refit`` nothing is known of what is left.
+
+    Units:
+        Fractions for "accuracy"; otherwise drop and effect are in the metric's unit, a loss drops
+        below 0 when ablation hurts, and there is no damage.
+
+    Raises:
+        UnknownHookError: A site that the model doesn't have.
+        ShapeError: A subspace of another width, or a site with axes beside (batch, pos, d).
+        InputError: An unknown label, metric or control, something that is no subspace, NaN at a site, or a memory budget
+            that one sequence exceeds.
+        MetricError: The model has fewer logits than the label has classes, or they hold NaN.
+
+    Source:
+        arXiv 2606.00926 v2 (refit and matched controls); Ravfogel et al. 2020, arXiv 2004.07667.
+    """
+    need_wrapped(model)
+    if label is None and not isinstance(subspaces, Mapping) and len(subspaces.labels) == 1:
+        label = subspaces.labels[0] if subspaces.labels[0] in batch.labels else None
+    label = label_of(batch, label, "label")
+    target = label_of(batch, target, "target") if target is not None else label
+    given = _spaces(subspaces, label)
+    spaces = {model.point(name).name: space for name, space in given.items()}
+    if len(spaces) < len(given):
+        raise InputError(f"subspaces name one hook point twice: {sorted(given)}. Give each site once.")
+    if controls < 0 or not 0 <= alpha <= 1:
+        raise InputError(f"controls must be at least 0 and alpha from 0 to 1, got {controls} and {alpha}")
+    # batch.mask says where labels count, which is no padding mask: it leaves BOS out, which is read.
+    attention = getattr(batch, "attention_mask", None)
+    acts = collect(model, batch, list(spaces), batch_size=batch_size, attention_mask=attention)
+    drawn = draw(model, acts, batch.mask, spaces, label, kinds, controls, seed)
+    runs = run(model, batch, drawn, metric, target, alpha, batch_size, progress, memory)
+    chance = accuracy_chance(batch, target, metric)
+    rows = [{**d.about, "alpha": float(alpha)} for d in drawn]
+    values, clean = score(rows, runs, runs.scored, chance, seed, metric)
+    refits = None
+    if refit:
+        ablated = {
+            name: partial(after, model, batch, acts, name, spaces[name], alpha, batch_size) for name in spaces
+        }
+        refits = _refits(rows, acts, ablated, batch, label, mlp, margin, seed)
+    _verdicts(rows, model, clean.mean().item(), chance)
+    count = runs.scored.double().sum(0).clamp_min(1)
+    return AblationResult(
+        rows,
+        values.float(),
+        clean.float(),
+        ((runs.values.double() * runs.scored).sum(1) / count).float(),
+        ((runs.clean.double() * runs.scored).sum(0) / count).float(),
+        label,
+        target,
+        metric if isinstance(metric, str) else getattr(metric, "__name__", "custom"),
+        chance or 0.0,
+        runs.path,
+        refits,
+    )
+
+
+def _spaces(subspaces: Any, label: str) -> dict[str, Any]:
+    from probelens.subspaces.fitted import Eraser, Subspace, probe_rows
+
+    if isinstance(subspaces, Mapping):
+        if not subspaces:
+            raise InputError("subspaces is empty. Give a mapping from hook point to Subspace or Eraser")
+        for name, space in subspaces.items():
+            if not isinstance(space, Subspace | Eraser):
+                raise InputError(
+                    f"the subspace for {name!r} is a {type(space).__name__}. Give a Subspace or an Eraser, "
+                    "such as probelens.leace(X, y)"
+                )
+        return dict(subspaces)
+    # Labels given to probe() without a name are called "label" there.
+    known = subspaces.labels[0] if subspaces.labels == ["label"] else label
+    return probe_rows(subspaces, known)
+
+
+def _refits(
+    rows: list[dict[str, Any]],
+    acts: Any,
+    ablated: Mapping[str, Callable[[], Tensor]],
+    batch: Any,
+    label: str,
+    mlp: bool,
+    margin: float,
+    seed: int,
+) -> Tensor:
+    """Refit probes at every target; their accuracy by position. (target, pos)"""
+    from probelens.probing.refit import refit_check
+    from probelens.probing.splits import copies_together, real_tokens
+
+    groups = copies_together(real_tokens(batch.tokens, batch.mask, batch.attention_mask), batch.groups)
+    refits: list[Tensor] = []
+    for row in rows:
+        if row["condition"] != "target":
+            continue
+        x, new = acts[row["site"]], ablated[row["site"]]()
+        found, by_position = refit_check(
+            x, new, batch.labels[label], batch.mask, groups, mlp=mlp, margin=margin, seed=seed
+        )
+        row.update(found)
+        refits.append(by_position)
+    return torch.stack(refits)
+
+
+def _verdicts(rows: list[dict[str, Any]], model: HookedModel, clean: float, chance: float | None) -> None:
+    for row in rows:
+        if row["condition"] == "target":
+            row["verdict"] = verdict(
+                floor=chance is not None and clean < chance + FLOOR,
+                readout=feeds_readout(model, row["site"]),
+                before=row.get("readable_before"),
+                after=row.get("readable_after"),
+            )
+
+
+def verdict(*, floor: bool, readout: bool, before: bool | None, after: bool | None) -> str:
+    """What an ablation at one site can say.
+
+    Args:
+        floor: The model answers hardly better than chance without any ablation.
+        readout: The site feeds a linear readout.
+        before: Whether any probe reads the variable without ablation; None if none was fitted.
+        after: Whether any probe reads it on the ablated activations; None if none was fitted.
+
+    Returns:
+        The word; ``ablate`` says what each means.
+
+    Examples:
+        >>> verdict(floor=False, readout=False, before=True, after=False)
+        'erased'
+    """
+    if floor:
+        return "floor"
+    if readout:
+        return "tautological"
+    if after is None:
+        return "not refitted"
+    if after:
+        return "inconclusive"
+    return "erased" if before else "absent"
+
+
+def feeds_readout(model: HookedModel, site: str) -> bool:
+    """Whether a site is what the linear readout reads, so that erasing there must damage the answer.
+
+    True after the final norm, and at the last block's output where no norm follows it.
+
+    Args:
+        model: The wrapped model.
+        site: Name of a hook point; a module path counts as what it stands for.
+
+    Returns:
+        True if nothing but the unembedding comes after it; before a final norm it is False.
+    """
+    name, adapter = model.alias(site), model.adapter
+    if name in ("ln_final.hook_out", "unembed.hook_in"):
+        return True
+    last, parts = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post", adapter.parts
+    bare = "ln_final" not in parts and "unembed" in parts
+    if name in model.hook_dict:
+        return bare and name == last
+    # A module path: the same tensor under the module's own name.
+    where = model.point(name).site
+    if where is None:
+        return False
+    found = (where.path, where.side)
+    read = [(parts.get("ln_final"), "out"), (parts.get("unembed"), "in")]
+    return found in ([*read, (adapter.blocks[-1], "out")] if bare else read)

@@ -1,0 +1,321 @@
+"""Ablation of whole components: an attention, MLP or mixer output, a head, a convolution, a state.
+
+Zero ablation takes activations far off their distribution, and the mean of each position is still a
+value that no run has. Resampling puts in what another sequence has there: prefer it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from probelens.ablation.scoring import (
+    Metric,
+    Runs,
+    accuracy_chance,
+    label_of,
+    per_sequence,
+    reader,
+    score,
+    scored_positions,
+)
+from probelens.errors import InputError
+from probelens.hooks.model import HookedModel
+from probelens.hooks.points import HookPoint
+from probelens.hooks.sites import Sites, expand, layer_of, need_wrapped
+from probelens.numerics.modes import exact
+from probelens.results.result import Result
+from probelens.running.collect import collect
+from probelens.running.sweep.plan import Condition, Edit, sweep
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+__all__ = ["ComponentResult", "ablate_component"]
+
+How = Literal["zero", "mean", "resample"]
+HEAD_AXES = ("head", "heads")
+
+
+@dataclass(frozen=True, eq=False)
+class ComponentResult(Result):
+    """What ablating each component cost.
+
+    Args:
+        rows: One a component and way: site, layer, head (None for all), how, value, clean, drop
+            (clean − value), lo, hi, damage, draws, draw_sd (standard deviation of the value over draws).
+        values: The metric of each example under each row, averaged over draws. (row, example)
+        clean: The metric of each example without ablation. (example,)
+        target: The label that the model's answer is compared with.
+        metric: Name of the metric.
+        chance: What one answer given everywhere gets at best; sequences count alike, as in ``clean``.
+        path: How the engine ran: "resume", "skip" or "full"; see ``sweep``.
+        extra: What the caller wants to keep with the result; saved and loaded with it.
+    """
+
+    rows: list[dict[str, Any]]
+    values: Tensor
+    clean: Tensor
+    target: str = ""
+    metric: str = "accuracy"
+    chance: float = 0.0
+    path: str = "full"
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """One row a component and way."""
+        import pandas as pd
+
+        return pd.DataFrame(self.rows)
+
+    def plot(self) -> go.Figure:
+        """Drop of each component, with its interval."""
+        import plotly.express as px
+
+        table = self.to_dataframe()
+        table["component"] = [
+            r["site"] if r["head"] is None else f"{r['site']} {r['head']}" for r in self.rows
+        ]
+        table["above"], table["below"] = table["hi"] - table["drop"], table["drop"] - table["lo"]
+        return px.bar(
+            table,
+            x="component",
+            y="drop",
+            color="how",
+            barmode="group",
+            error_y="above",
+            error_y_minus="below",
+        )
+
+
+def ablate_component(
+    model: HookedModel,
+    batch: Any,
+    sites: Sites,
+    how: How | Sequence[How] = "resample",
+    metric: Metric = "accuracy",
+    *,
+    heads: int | Sequence[int] | Literal["each"] | None = None,
+    joint: bool = False,
+    source: Any = None,
+    draws: int = 5,
+    target: str | None = None,
+    batch_size: int = 64,
+    memory: int | None = None,
+    seed: int = 0,
+    progress: bool = False,
+) -> ComponentResult:
+    """Replace whole activations at each site by zeros, by their means, or by those of other sequences.
+
+    Edits are made where ``batch.mask`` is True: a BOS token or padding keeps its activation.
+
+    Args:
+        model: The wrapped model; run in eval mode.
+        batch: Sequences to measure on. tokens (example, pos).
+        sites: Components: a shorthand such as "attn_out", "mlp_out", "mixer_out", names, globs, or a
+            list. State points ("ssm_state", "blocks.*.rnn.hook_h") are set at every step.
+        how: "zero"; "mean" over the examples of ``source`` at each position; "resample": what
+            another example has at the same position, one example for all positions and, when
+            joint, for all sites; or several of these.
+        metric: As for ``ablate``.
+        heads: Ablate these heads of each site, one at a time: an index, several, or "each".
+        joint: Ablate all sites (or all the heads given) together in one run.
+        source: Where means and other examples come from, of the same length; ``batch`` if None.
+        draws: Resamples to average over.
+        target: The label that the model answers with; needed unless the batch has one.
+        batch_size: Sequences in one forward pass, at most.
+        memory: Bytes that the sweep may hold at once; None for the usual limits. See ``probelens.running.sweep.plan.plan``.
+        seed: Of resampling and intervals.
+        progress: Show a progress bar.
+
+    Returns:
+        Drops with intervals over sequences. A drop says that the component matters for the answer,
+        not for which variable; and with ``joint=False`` two components that do the same may each
+        look idle.
+
+    Raises:
+        UnknownHookError: A site that the model doesn't have.
+        InputError: An unknown way, heads at a site without them, a site whose first axes aren't
+            (batch, pos), a single example to resample from, no example that is long enough, or for "mean" none
+            that is real at a position of the batch.
+
+    Source:
+        Heimersheim and Nanda 2024, arXiv 2404.15255, section 3 (zero, mean, resample).
+    """
+    need_wrapped(model)
+    names = expand(model, sites)
+    ways = [how] if isinstance(how, str) else list(how)
+    unknown = [w for w in ways if w not in ("zero", "mean", "resample")]
+    if unknown or not ways:
+        raise InputError(f"how={how!r} is not known. Allowed: 'zero', 'mean', 'resample'")
+    if draws < 1:
+        raise InputError(f"draws must be at least 1, got {draws}")
+    source = batch if source is None else source
+    if source.tokens.shape[1] != batch.tokens.shape[1]:
+        raise InputError(
+            f"source has sequences of {source.tokens.shape[1]} tokens, batch of {batch.tokens.shape[1]}: means and "
+            "resamples are taken position by position, so they must be as long"
+        )
+    known = label_of(batch, target, "target") if metric == "accuracy" or target is not None else ""
+    points = [_point(model, name) for name in names]
+    attention = getattr(source, "attention_mask", None)
+    acts: dict[str, Tensor] = {}
+    if ways != ["zero"] or heads is not None:
+        acts = collect(model, source, names, batch_size=batch_size, attention_mask=attention).tensors
+    donors = [donor_rows(batch, source, seed * 1000 + i) for i in range(draws)] if "resample" in ways else []
+    parts = [(p, h) for p in points for h in _heads(p, heads, acts.get(p.name))]
+    groups = [parts] if joint else [[part] for part in parts]
+    rows: list[dict[str, Any]] = []
+    conditions: list[Condition] = []
+    for way in ways:
+        for group in groups:
+            rows.append(_about(group, way, model, draws if way == "resample" else 1))
+            for i in range(rows[-1]["draws"]):
+                edits = [
+                    replacement(p, h, _value(way, acts.get(p.name), batch, source, donors, i), batch.mask)
+                    for p, h in group
+                ]
+                conditions.append(Condition((len(rows), i), tuple(edits)))
+    found = sweep(
+        model, batch.tokens, conditions, reader(batch, metric, known), batch_size=batch_size, memory=memory,
+        attention_mask=getattr(batch, "attention_mask", None), progress=progress, describe="components",
+    )  # fmt: skip
+    scored = scored_positions(batch, metric)
+    split = found.values.double().split([row["draws"] for row in rows])
+    for row, values in zip(rows, split, strict=True):
+        each = per_sequence(values, scored).mean(1)
+        row["draw_sd"] = each.std().item() if len(each) > 1 else None
+    runs = Runs(torch.stack([v.mean(0) for v in split]), found.base, scored, found.path)
+    return result_of(rows, runs, batch, known, metric, seed)
+
+
+def result_of(
+    rows: list[dict[str, Any]], runs: Runs, batch: Any, target: str, metric: Metric, seed: int
+) -> ComponentResult:
+    """Score the rows of a component ablation."""
+    chance = accuracy_chance(batch, target, metric)
+    values, clean = score(rows, runs, runs.scored, chance, seed, metric)
+    name = metric if isinstance(metric, str) else getattr(metric, "__name__", "custom")
+    return ComponentResult(rows, values.float(), clean.float(), target, name, chance or 0.0, runs.path)
+
+
+def _about(
+    group: Sequence[tuple[HookPoint, int | None]], way: str, model: HookedModel, draws: int
+) -> dict[str, Any]:
+    names = list(dict.fromkeys(p.name for p, _ in group))
+    heads = [h for _, h in group if h is not None]
+    return {
+        "site": " + ".join(names), "layer": layer_of(names[0], model),
+        "head": None if not heads else heads[0] if len(heads) == 1 else ",".join(map(str, heads)),
+        "how": way, "draws": draws,
+    }  # fmt: skip
+
+
+def _point(model: HookedModel, name: str) -> HookPoint:
+    point = model.point(name)
+    if point.axes and point.axes[1] != "pos":
+        raise InputError(
+            f"{name!r} has the axes {point.axes}; components are ablated where the second one is 'pos'. "
+            "For attention, take attn.hook_z (heads) or hook_attn_out."
+        )
+    return point
+
+
+def _heads(point: HookPoint, heads: Any, acts: Tensor | None) -> list[int | None]:
+    if heads is None or acts is None:
+        return [None]
+    if len(point.axes) < 3 or point.axes[2] not in HEAD_AXES:
+        raise InputError(
+            f"{point.name!r} has no heads: its axes are {point.axes}. Leave heads out, or take attn.hook_z"
+        )
+    n = acts.shape[2]
+    wanted = list(range(n)) if isinstance(heads, str) else [heads] if isinstance(heads, int) else list(heads)
+    if (isinstance(heads, str) and heads != "each") or not wanted or not all(-n <= h < n for h in wanted):
+        raise InputError(
+            f"heads={heads!r}: {point.name!r} has {n}. Give indices from 0 to {n - 1}, or 'each'."
+        )
+    return [h % n for h in wanted]
+
+
+def _value(
+    way: str, acts: Tensor | None, batch: Any, source: Any, donors: Sequence[Tensor], draw: int
+) -> Tensor | None:
+    """What is put in: None for zeros, (1, pos, ...) for means, (example, pos, ...) for other examples'."""
+    if way == "zero" or acts is None:
+        return None
+    if way == "resample":
+        return acts[donors[draw]]
+    return position_means(acts, source.mask, batch.mask)
+
+
+def position_means(acts: Tensor, mask: Tensor, wanted: Tensor) -> Tensor:
+    """Means over the examples that are real at each position, summed in float64.
+
+    Args:
+        acts: Activations. (example, pos, ...)
+        mask: True where an example is real. (example, pos)
+        wanted: True where the means will stand in. (row, pos)
+
+    Returns:
+        Zeros where no example is real. (1, pos, ...), float32 at least
+
+    Raises:
+        InputError: No example is real at a position where one is wanted.
+    """
+    mask = mask.to(acts.device)
+    count = mask.sum(0, keepdim=True)
+    lacking = (wanted.any(0).to(count.device) & (count[0] == 0)).nonzero().flatten().tolist()
+    if lacking:
+        raise InputError(
+            f"means are taken position by position, and no example of the source is real at position {lacking[0]}"
+            f"{f' and {len(lacking) - 1} more' if len(lacking) > 1 else ''}, where the batch is. Give a source with "
+            "examples that are as long, or leave these positions out of the batch's mask."
+        )
+    shape = [1] * (acts.ndim - 2)
+    # Sums in half precision overflow, and lose the small terms.
+    real = acts if bool(mask.all()) else acts.masked_fill(~mask.reshape(*mask.shape, *shape), 0)
+    total = real.sum(0, keepdim=True, dtype=torch.float64) / count.clamp_min(1).reshape(1, -1, *shape)
+    return total.to(torch.promote_types(acts.dtype, torch.float32))
+
+
+@exact
+def donor_rows(batch: Any, source: Any, seed: int) -> Tensor:
+    """For each example another one of ``source`` that is real wherever it is. (example,)"""
+    gen = torch.Generator().manual_seed(seed)
+    # Counts positions that the receiver has and the donor lacks.
+    lacking = batch.mask.float() @ (~source.mask).float().T
+    fit = lacking == 0
+    if source is batch:
+        fit.fill_diagonal_(False)
+    if not bool(fit.any(1).all()):
+        raise InputError(
+            "resampling needs, for each example, another one that is at least as long: "
+            f"{int((~fit.any(1)).sum())} of {len(fit)} have none. Give a larger source."
+        )
+    return torch.multinomial(fit.float(), 1, generator=gen)[:, 0]
+
+
+def replacement(point: HookPoint, head: int | None, value: Tensor | None, mask: Tensor) -> Edit:
+    """The edit that puts ``value`` in where the mask is True."""
+    shared = value if value is None or len(value) == 1 else None
+    data = {"mask": mask} if value is None or len(value) == 1 else {"mask": mask, "value": value}
+
+    def fn(tensor: Tensor, hook: HookPoint, mask: Tensor, value: Tensor | None = shared) -> Tensor:
+        step, lead = hook.pos, 2 if hook.pos is None else 1
+        if value is None:
+            new = torch.zeros_like(tensor)
+        else:
+            new = (value if step is None else value[:, step]).to(tensor).expand_as(tensor)
+        if head is not None:
+            kept = tensor.clone()
+            kept.select(lead, head).copy_(new.select(lead, head))
+            new = kept
+        where = (mask if step is None else mask[:, step]).to(tensor.device)
+        return torch.where(where.reshape(*where.shape, *[1] * (tensor.ndim - lead)), new, tensor)
+
+    return Edit(point.name, fn, data)

@@ -1,0 +1,185 @@
+"""Dose-response: what removing more and more of a subspace costs, by rank and by strength."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from probelens.ablation.ablate import ablate
+from probelens.ablation.scoring import CONTROLS, Control, Metric
+from probelens.errors import InputError
+from probelens.hooks.model import HookedModel
+from probelens.hooks.sites import need_wrapped
+from probelens.results.result import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+    from probelens.subspaces.fitted import Eraser, Subspace
+
+__all__ = ["DoseResult", "dose_response", "first_directions"]
+
+
+@dataclass(frozen=True, eq=False)
+class DoseResult(Result):
+    """What each dose cost at each site, beside its controls.
+
+    Args:
+        rows: Those of ``AblationResult``, for every rank and alpha: site, condition, draw, rank,
+            alpha, full_rank, drop, lo, hi, damage, and on targets effect, verdict and the refit.
+        clean: The metric of each example without ablation. (example,)
+        label: The variable.
+        metric: Name of the metric.
+        extra: What the caller wants to keep with the result; saved and loaded with it.
+    """
+
+    rows: list[dict[str, Any]]
+    clean: Tensor
+    label: str = ""
+    metric: str = "accuracy"
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """One row a site, dose, condition and draw."""
+        import pandas as pd
+
+        return pd.DataFrame(self.rows)
+
+    def targets(self) -> list[dict[str, Any]]:
+        """The rows of the subspaces themselves, without controls."""
+        return [row for row in self.rows if row["condition"] == "target"]
+
+    def plot(self, by: str | None = None) -> go.Figure:
+        """Mean drop against the dose, a line a site and condition.
+
+        Args:
+            by: "rank" or "alpha"; None for the one that varies.
+
+        Returns:
+            A line chart; of several values of the other dose the largest is shown.
+        """
+        import plotly.express as px
+
+        table = self.to_dataframe()
+        varies = [key for key in ("rank", "alpha") if table[key].nunique() > 1]
+        by = (varies or ["rank"])[0] if by is None else by
+        other = "alpha" if by == "rank" else "rank"
+        top = table[table[other] == table.groupby("site")[other].transform("max")]
+        if by == "rank":
+            top = table[table["alpha"] == table["alpha"].max()]
+        mean = top.groupby(["site", "condition", by], as_index=False)["drop"].mean()
+        return px.line(
+            mean, x=by, y="drop", color="site", line_dash="condition", markers=True, log_x=by == "rank",
+            title=f"Dose-response: {self.label}",
+        )  # fmt: skip
+
+
+def dose_response(
+    model: HookedModel,
+    batch: Any,
+    subspaces: Mapping[str, Subspace | Eraser],
+    ranks: Sequence[int] | None = None,
+    alphas: Sequence[float] = (1.0,),
+    metric: Metric = "accuracy",
+    refit: bool = True,
+    controls: int = 20,
+    *,
+    label: str | None = None,
+    target: str | None = None,
+    kinds: Sequence[Control] = CONTROLS,
+    mlp: bool = False,
+    batch_size: int = 64,
+    memory: int | None = None,
+    seed: int = 0,
+    progress: bool = False,
+) -> DoseResult:
+    """Ablate the first directions of each subspace, more and more of them, at one or several strengths.
+
+    Directions count in the order of the subspace: the largest first for probe rows and principal
+    components, the most correlated first for LEACE, in the order of their removal for INLP.
+
+    Args:
+        model: The wrapped model; run in eval mode.
+        batch: Sequences that the subspaces were not fitted on. tokens (example, pos).
+        subspaces: Site to Subspace or Eraser.
+        ranks: How many directions; None for 1, 2, 4, … and all. A site has no row for ranks above
+            its subspace's.
+        alphas: Strengths: 1 removes the directions, 0 nothing.
+        metric: As for ``ablate``.
+        refit: Fit probes on the ablated activations of every dose.
+        controls: Draws of each random control, of the same rank.
+        label: The variable; needed unless the batch has one label.
+        target: The label that the model answers with; ``label`` if None.
+        kinds: Controls, as for ``ablate``.
+        mlp: The refit includes a small MLP.
+        batch_size: Sequences in one forward pass, at most.
+        memory: Bytes that the sweep may hold at once; None for the usual limits. See ``probelens.running.sweep.plan.plan``.
+        seed: Of control draws, splits and intervals.
+        progress: Show progress bars.
+
+    Returns:
+        Rows by site, rank, alpha, condition and draw.
+
+    Raises:
+        InputError: No dose that any subspace has, a strength outside 0 to 1, or a memory budget that one sequence exceeds.
+        UnknownHookError: A site that the model doesn't have.
+    """
+    need_wrapped(model)
+    # Rows have the canonical names.
+    full = {model.point(site).name: space.rank for site, space in subspaces.items()}
+    if ranks is None:
+        top = max(full.values(), default=0)
+        ranks = sorted({2**i for i in range(top.bit_length()) if 2**i <= top} | set(full.values()) - {0})
+    if any(r < 1 for r in ranks) or not alphas:
+        raise InputError(
+            f"ranks={list(ranks)} and alphas={list(alphas)}: give ranks of at least 1, and one strength"
+        )
+    rows: list[dict[str, Any]] = []
+    found = None
+    for rank in ranks:
+        some = {
+            site: first_directions(space, rank) for site, space in subspaces.items() if space.rank >= rank
+        }
+        for alpha in alphas if some else ():
+            found = ablate(
+                model, batch, some, metric, refit, controls, label=label, target=target, kinds=kinds, alpha=alpha,
+                mlp=mlp, batch_size=batch_size, memory=memory, seed=seed, progress=progress,
+            )  # fmt: skip
+            rows += [{**row, "full_rank": full[row["site"]]} for row in found.rows]
+    if found is None:
+        raise InputError(f"no subspace has a rank of {list(ranks)}: they have {full}")
+    return DoseResult(rows, found.clean, found.label, found.metric)
+
+
+def first_directions(space: Subspace | Eraser, rank: int) -> Subspace | Eraser:
+    """A subspace or eraser of only the first directions.
+
+    Args:
+        space: What to cut.
+        rank: How many directions to keep.
+
+    Returns:
+        The same kind, around the same mean.
+
+    Raises:
+        InputError: A rank that isn't between 0 and that of ``space``.
+
+    Examples:
+        >>> from probelens.subspaces.fitted import random
+        >>> first_directions(random(5, 8), 2).rank
+        2
+    """
+    from probelens.subspaces.fitted import Eraser, Subspace
+
+    if not 0 <= rank <= space.rank:
+        raise InputError(f"rank must be between 0 and {space.rank}, got {rank}")
+    if isinstance(space, Eraser):
+        return dataclasses.replace(
+            space, left=space.left[:, :rank], right=space.right[:rank], correlations=space.correlations[:rank]
+        )
+    return Subspace(space.basis[:rank], space.mean, space.label)

@@ -1,0 +1,156 @@
+"""Length transfer: subspaces fitted at one length, frozen, and ablated at others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from probelens.ablation.ablate import FLOOR
+from probelens.ablation.scoring import CONTROLS, Control, Drawn, accuracy_chance, draw, run, score
+from probelens.errors import InputError
+from probelens.hooks.model import HookedModel
+from probelens.hooks.sites import need_wrapped
+from probelens.results.progress import progress_bar
+from probelens.results.result import Result
+from probelens.running.collect import collect
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+    from probelens.subspaces.fitted import Eraser, Subspace
+
+__all__ = ["LengthTransfer", "length_transfer"]
+
+SPANS = ("all", "seen", "beyond")
+
+
+@dataclass(frozen=True, eq=False)
+class LengthTransfer(Result):
+    """What frozen subspaces cost at each length.
+
+    Args:
+        rows: One a length, span, site, condition and draw: length, span ("all", "seen" for
+            positions up to the trained length, "beyond" for later ones), site, layer, condition,
+            draw, rank, value, clean, chance, drop, lo, hi, damage, floor; on targets also effect,
+            effect_lo, effect_hi, effect_against, effect_p.
+        label: The variable.
+        target: The label that the model's answer is compared with.
+        trained_length: Tokens in the sequences that the subspaces were fitted on.
+        extra: What the caller wants to keep with the result; saved and loaded with it.
+    """
+
+    rows: list[dict[str, Any]]
+    label: str
+    target: str
+    trained_length: int
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """One row a length, span, site, condition and draw."""
+        import pandas as pd
+
+        return pd.DataFrame(self.rows)
+
+    def targets(self) -> list[dict[str, Any]]:
+        """The rows of the subspaces themselves, without controls."""
+        return [row for row in self.rows if row["condition"] == "target"]
+
+    def plot(self) -> go.Figure:
+        """Damage by length, seen and later positions apart; a line a site, gaps at the floor."""
+        import plotly.express as px
+
+        table = self.to_dataframe()
+        table = table[(table["condition"] == "target") & (table["span"] != "all")]
+        table.loc[table["floor"], "damage"] = None
+        return px.line(
+            table, x="length", y="damage", color="site", line_dash="span", markers=True,
+            title=f"Ablation of {self.label}, fitted at length {self.trained_length}",
+        )  # fmt: skip
+
+
+def length_transfer(
+    model: HookedModel,
+    task: Any,
+    subspaces: Mapping[str, Subspace | Eraser],
+    lengths: Sequence[int] = (40, 60, 80, 100, 120),
+    *,
+    trained_length: int = 40,
+    label: str | None = None,
+    target: str | None = None,
+    n: int = 100,
+    controls: int = 20,
+    kinds: Sequence[Control] = CONTROLS,
+    exclude: Any = None,
+    batch_size: int = 64,
+    memory: int | None = None,
+    seed: int = 0,
+    progress: bool = False,
+) -> LengthTransfer:
+    """Ablate the same subspaces in sequences of other lengths.
+
+    The subspaces and their controls are fixed at the trained length and never refitted, so that a
+    change with length is one of the model. Positions up to the trained length and later ones are
+    scored apart: a long sequence has both.
+
+    Args:
+        model: The wrapped model; run in eval mode.
+        task: Draws the sequences.
+        subspaces: Site to Subspace or Eraser, fitted at ``trained_length``.
+        lengths: Tokens in each sequence, a start token not counted.
+        trained_length: Where the subspaces come from, and where "seen" ends.
+        label: The variable; the task's target if None.
+        target: The label that the model answers with; the task's target if None.
+        n: Sequences of each length.
+        controls: Draws of each random control.
+        kinds: Controls, as for ``ablate``.
+        exclude: Sequences that must not come out: those that the subspaces were fitted on.
+        batch_size: Sequences in one forward pass, at most.
+        memory: Bytes that a sweep may hold at once; None for the usual limits. See ``probelens.running.sweep.plan.plan``.
+        seed: Of sequences, control draws and intervals.
+        progress: Show a progress bar.
+
+    Returns:
+        Rows by length, span and site. ``floor`` marks spans where the clean accuracy is within 0.2
+        of chance: there nothing can drop, and the damage says nothing.
+
+    Raises:
+        InputError: An unknown label, no lengths, or a subspace of another width.
+        UnknownHookError: A site that the model doesn't have.
+    """
+    need_wrapped(model)
+    label = task.target if label is None else label
+    target = task.target if target is None else target
+    if not lengths or any(name not in task.label_names for name in (label, target)):
+        raise InputError(
+            f"lengths={list(lengths)}, label={label!r}, target={target!r}: give lengths, and labels among "
+            f"{list(task.label_names)}"
+        )
+    spaces = {model.point(name).name: space for name, space in subspaces.items()}
+    base = task.sample(n, trained_length, seed, exclude=exclude)
+    acts = collect(model, base, list(spaces), batch_size=batch_size)
+    drawn: list[Drawn] = draw(model, acts, base.mask, spaces, label, kinds, controls, seed)
+    rows: list[dict[str, Any]] = []
+    with progress_bar(len(lengths), "lengths", progress) as bar:
+        for length in lengths:
+            batch = base if length == trained_length else task.sample(n, length, seed, exclude=exclude)
+            runs = run(model, batch, drawn, "accuracy", target, 1.0, batch_size, memory=memory)
+            for span in SPANS:
+                scored = runs.scored.clone()
+                end = trained_length + int(task.bos)
+                if span == "seen":
+                    scored[:, end:] = False
+                elif span == "beyond":
+                    scored[:, :end] = False
+                if not bool(scored.any()):
+                    continue
+                chance = accuracy_chance(batch, target, "accuracy", scored)
+                some = [{"length": length, "span": span, **d.about, "alpha": 1.0} for d in drawn]
+                _, clean = score(some, runs, scored, chance, seed, "accuracy")
+                assert chance is not None
+                for row in some:
+                    row.update(floor=clean.mean().item() < chance + FLOOR)
+                rows += some
+            bar.update(1)
+    return LengthTransfer(rows, label, target, trained_length)

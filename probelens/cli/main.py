@@ -1,0 +1,300 @@
+"""The command line: run recipes, and look into a model without writing code."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from probelens.bench.command import bench
+from probelens.cli.parser import build
+from probelens.errors import (
+    AdapterNotFoundError,
+    InputError,
+    MissingDependencyError,
+    ProbelensError,
+    StoreError,
+    UnknownHookError,
+    nearest,
+)
+from probelens.experiments.settings import configure, restore, unknown
+
+__all__ = ["main"]
+
+# What the user can mend by giving something else; the rest is a failure of the work.
+UNUSABLE = (InputError, StoreError, UnknownHookError, AdapterNotFoundError, MissingDependencyError)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: Arguments; None for those of the process.
+
+    Returns:
+        Exit status: 0 all well, 1 the work failed, 2 the command, or a file, folder or model that it
+        needs, can't be used, 130 interrupted, 143 terminated.
+    """
+    with _terminated_like_interrupted():
+        return _main(argv)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, as batch systems and ``kill`` send it."""
+
+
+@contextlib.contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does: its processes are ended, its files closed, its hooks removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: object) -> NoReturn:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    debug, kept = False, "what was finished is kept, and the same command goes on from there"
+    try:
+        parser, commands = build(DO)
+        args, rest = parser.parse_known_args(argv)
+        debug, kept = args.debug, getattr(args, "kept", kept)
+        settings: list[str] = []
+        if rest and args.command == "run":
+            settings = [field.name for field in dataclasses.fields(_recipe(args.recipe).Config)]
+            rest = _flags(args, rest, settings)
+        if rest:
+            commands.get(args.command, parser).unrecognized(rest, settings)
+        if args.command is None:
+            parser.print_help()
+            return 2
+        status = int(args.do(args))
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt as err:
+        ended = isinstance(err, _Terminated)
+        what = "terminated" if ended else "interrupted"
+        print(f"{what}; {kept}", file=sys.stderr)
+        return 143 if ended else 130
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; Python must not try to write the rest when it exits.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except ProbelensError as err:
+        if debug:
+            raise
+        print(f"probelens: {err}", file=sys.stderr)
+        return 2 if isinstance(err, UNUSABLE) else 1
+    except Exception as err:
+        if debug:
+            raise
+        said = f"{type(err).__name__}: {err}" if str(err) else type(err).__name__
+        print(f"probelens: {said}\nAdd --debug to see where it happened.", file=sys.stderr)
+        return 1
+
+
+def _flags(args: argparse.Namespace, words: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Move ``--model X`` and ``--model=X`` into the settings where the recipe has such a setting; what is left over."""
+    left, words = list[str](), list(words)
+    while words:
+        flag, sep, value = words.pop(0).partition("=")
+        key = flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--") or key not in known or not (sep or words):
+            left.append(flag + sep + value)
+            continue
+        args.settings.append(f"{key}={value if sep else words.pop(0)}")
+    return left
+
+
+def _recipe(name: str) -> Any:
+    from probelens.examples import RECIPES
+
+    if name not in RECIPES:
+        raise InputError(unknown("recipe", name, RECIPES))
+    return importlib.import_module(RECIPES[name])
+
+
+def _load(name: str) -> Any:
+    from probelens.models.loading import load
+
+    if not sys.stderr.isatty():
+        # transformers draws its bars everywhere; it reads this when it is imported.
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    return load(name)
+
+
+def _written(folder: Path) -> dict[str, str]:
+    files = {"report": folder / "report.html", "rows": folder / "rows.parquet"}
+    return {"folder": str(folder), **{key: str(path) for key, path in files.items() if path.exists()}}
+
+
+def _show(written: dict[str, Any], as_json: bool) -> int:
+    print(json.dumps(written, indent=2) if as_json else written.get("report", written["folder"]))
+    return 0
+
+
+def _executor(args: argparse.Namespace) -> Any:
+    from probelens.experiments import executors
+
+    settings = list(args.executor_settings)
+    if args.scheduler is not None:
+        if args.executor != "dask":
+            raise InputError("--scheduler belongs to --executor dask")
+        settings.append(f"scheduler={args.scheduler}")
+    if settings and args.executor is None:
+        raise InputError("--executor-set belongs to --executor NAME")
+    return executors.current() if args.executor is None else executors.named(args.executor, settings)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from probelens.experiments.executors import using
+
+    recipe = _recipe(args.recipe)
+    settings = args.settings if args.out is None else [*args.settings, f"out={args.out}"]
+    config = configure(recipe.Config, settings, recipe.PRESETS, args.preset)
+    with using(_executor(args)):
+        folder = Path(recipe.run(config, progress=not args.quiet))
+    return _show(_written(folder), args.json)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from probelens.cli import profile_run as _profile_run
+    from probelens.experiments import RunRecord, Store
+
+    folder = Path(args.folder)
+    record = RunRecord.load(folder)
+    if record.recipe == _profile_run.NAME:
+        _profile_run.report_again(folder)
+        return _show(_written(folder), args.json)
+    recipe = _recipe(record.recipe)
+    if not hasattr(recipe, "report"):
+        raise InputError(
+            f"the recipe {record.recipe!r} can't make its report again. Run it again; what is done is kept"
+        )
+    # The folder may have been moved, and what it says about its place is not to be trusted.
+    config = restore(recipe.Config, {**record.config, "out": str(folder)})
+    recipe.report(config, record)
+    missing = [key for key in record.cells if not Store(folder).done(key)]
+    if missing:
+        print(
+            f"probelens: {len(missing)} of {len(record.cells)} models are not finished and not in the report; "
+            f"`probelens run {record.recipe}` with the same settings goes on",
+            file=sys.stderr,
+        )
+    return _show(_written(folder), args.json)
+
+
+def _list(args: argparse.Namespace) -> int:
+    from probelens.examples import RECIPES
+
+    found: list[dict[str, Any]] = []
+    for name in RECIPES:
+        recipe = _recipe(name)
+        defaults = recipe.Config()
+        found.append(
+            {
+                "name": name,
+                "summary": (recipe.__doc__ or "").strip().split("\n")[0],
+                "presets": sorted(recipe.PRESETS),
+                "settings": {f.name: getattr(defaults, f.name) for f in dataclasses.fields(defaults)},
+            }
+        )
+    if args.json:
+        print(json.dumps(found, indent=2, default=str))
+        return 0
+    for item in found:
+        print(f"{item['name']}: {item['summary']}")
+        if item["presets"]:
+            print(f"  presets: {', '.join(item['presets'])}")
+        for key, value in item["settings"].items():
+            print(f"  {key} = {value!r}")
+    return 0
+
+
+def _hooks(args: argparse.Namespace) -> int:
+    import fnmatch
+
+    table = _load(args.model).hook_points()
+    if args.match:
+        names = list(table["name"])
+        table = table[[fnmatch.fnmatchcase(name, args.match) for name in names]]
+        if table.empty:
+            near = nearest(args.match, names)
+            hint = f" Nearest: {', '.join(near)}." if near else ""
+            raise InputError(f"no hook point fits {args.match!r}.{hint} Leave --match out to see all of them")
+    print(table.to_json(orient="records", indent=2) if args.json else table.to_string(index=False))
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    report = _load(args.model).verify(progress=not args.quiet)
+    if args.json:
+        content = {
+            "model": report.model,
+            "ok": report.ok,
+            "left_behind": report.left_behind,
+            "points": report.rows,
+        }
+        print(json.dumps(content, indent=2))
+    else:
+        if args.all:
+            print(report.to_dataframe().to_string(index=False))
+        print(report)
+    return 0 if report.ok else 1
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from probelens.cli import profile_run as _profile_run
+
+    extra = [] if args.length is None else [f"length={args.length}"]
+    settings = configure(_profile_run.ProfileSettings, [*args.settings, *extra], {})
+    labels = (
+        None if args.labels is None else [part.strip() for part in args.labels.split(",") if part.strip()]
+    )
+    model = _load(args.model)
+    task = _profile_run.task_for(model, args.model, args.task, args.task_settings)
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{Path(args.model).name}-{task.name}").strip("-")
+    folder = Path(f"runs/profile-{name}" if args.out is None else args.out)
+    found = _profile_run.profile_model(
+        model, task, folder, settings, labels=labels, source=args.model, progress=not args.quiet
+    )
+    written = _written(folder)
+    if not args.json:
+        for label, index in found.indices.items():
+            print(f"{label}: {index.verdict} ({index.reason})")
+        return _show(written, False)
+    about = {}
+    for label, index in found.indices.items():
+        best = found.probes.best(label)
+        about[label] = {
+            "verdict": index.verdict, "reason": index.reason, "best_layer": best["layer"],
+            "accuracy": best["accuracy"], "baseline": found.baseline[label],
+        }  # fmt: skip
+    return _show({**written, "profile": str(folder / _profile_run.FILE), "labels": about}, True)
+
+
+DO = {
+    "run": _run, "list": _list, "report": _report, "hooks": _hooks, "verify": _verify, "profile": _profile,
+    "bench": bench,
+}  # fmt: skip
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""The report of one model's profile: made from what is saved, so it can be written again at any time."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from probelens.errors import MetricError
+from probelens.experiments.record import RunRecord
+from probelens.profiling import Profile
+from probelens.results.report import Chart, Section, Table, write_report
+
+__all__ = ["write"]
+
+
+def write(path: Path, found: Profile, record: RunRecord) -> Path:
+    """Write the page."""
+    task = found.task.get("task", "a task")
+    labels = list(found.indices)
+    names = ", ".join(labels)
+    return write_report(
+        path,
+        title=f"{found.model} on {task}: where {names} can be read, is needed, suffices",
+        lead=(
+            f"The model {found.model} reads sequences of the task {task}. Below: at which layer {names} can be read by a "
+            "linear probe, whether removing what the probe reads hurts the model's answers, and whether putting one "
+            "activation back repairs them. A variable that can be read need not be used."
+        ),
+        findings=[sentence for label in labels for sentence in _findings(found, label)],
+        measured={
+            "Model": str(record.config.get("model", found.model)),
+            "Task": ", ".join(f"{k}={v}" for k, v in found.task.items() if k != "task") or task,
+            "Probed labels": names,
+            "Own accuracy": f"{found.behaviour['all']:.1%} of all positions, {found.behaviour['late']:.1%} of those "
+            "after the 20th (of all, where sequences are shorter)",
+            "Sequences": f"{record.config.get('n_probe')} for probes (60/20/20), {record.config.get('n_ablate')} others "
+            f"for ablations, up to {record.config.get('n_pairs')} clean/corrupted pairs",
+            "Seeds": "one model: intervals are over sequences and say nothing about another training run",
+        },
+        sections=[_readable(found), *(_needed(found, label) for label in found.ablations), *_sufficient(found)],
+        config={**record.config, "task": found.task},
+        versions=record.versions,
+        reproduce=_command(found, record),
+    )  # fmt: skip
+
+
+def _findings(found: Profile, label: str) -> list[str]:
+    best, first = found.probes.best(label), found.probes.row(found.probes.sites[0], label)
+    where = "the embedding" if best["layer"] == -1 else f"layer {best['layer']}"
+    text = (
+        f"{label}: read best at {where} with {best['accuracy']:.1%} (embedding {first['accuracy']:.1%}, best guess "
+        f"without a state {found.baseline[label]:.1%}); the profile is {found.indices[label].verdict}."
+    )
+    targets = found.ablations[label].targets() if label in found.ablations else []
+    if not targets:
+        return [text]
+    worst = max(targets, key=lambda row: row["drop"])
+    place = "the embedding" if worst["layer"] == -1 else f"layer {worst['layer']}"
+    return [
+        text,
+        f"{label}: removing the probe's subspace costs most at {place}, {100 * worst['drop']:.0f} points of accuracy "
+        f"(verdict there: {worst['verdict']}).",
+    ]
+
+
+def _readable(found: Profile) -> Section:
+    untrained = " The untrained model shows what was there before training." if _has_untrained(found) else ""
+    rows = [
+        {"label": label, "verdict": index.verdict, "why": index.reason}
+        for label, index in found.indices.items()
+    ]
+    return Section(
+        "Readable",
+        f"Where can a linear probe read each variable?{untrained}",
+        [
+            Chart(
+                found.probes.plot(),
+                "Probe accuracy by layer with 95 % intervals over test sequences.",
+                name="readable",
+            )
+        ],
+        [Table("Verdict of each profile, by the bounds of its intervals", rows, open=True)],
+        "Readable is not used: these curves alone say nothing about what the model does with the variable.",
+        explain=("questions", "layers", "probe", "baselines", "interval", "profile")
+        + (("untrained",) if untrained else ()),
+    )
+
+
+def _needed(found: Profile, label: str) -> Section:
+    result = found.ablations[label]
+    columns = ("layer", "rank", "drop", "lo", "hi", "probe_accuracy", "refit_accuracy", "refit_mlp_accuracy",
+               "baseline", "effect", "verdict")  # fmt: skip
+    rows = [{key: row.get(key) for key in columns} for row in result.targets()]
+    return Section(
+        f"Needed: {label}",
+        "Do the answers get worse when the variable is taken out? The probe's subspace is removed at one layer at a time, "
+        "on sequences that no probe has seen.",
+        [Chart(result.plot(), f"What removing the probe's subspace for {label} costs at each layer.", name=f"needed-{label}")],
+        [Table(f"{label}: ablations by layer", rows)],
+        "Where the refitted probe stays high, the variable is still there after the ablation, and the drop says nothing "
+        "about necessity. Where random subspaces cost as much, the drop does not belong to this variable. `absent` marks "
+        "layers where nothing could be read before the ablation either.",
+        explain=("ablation", "refit", "random", "tautological"),
+    )  # fmt: skip
+
+
+def _sufficient(found: Profile) -> list[Section]:
+    charts: list[Chart] = []
+    missing: list[str] = []
+    for name, result in found.patches.items():
+        try:
+            figure = result.plot()
+        except MetricError as err:
+            missing.append(f"{name}: {err}")
+            continue
+        n = int(result.correct.sum())
+        caption = (
+            f"Share of the clean-corrupted gap that one patched activation restores, by layer and position; {n} of "
+            f"{len(result.correct)} pairs that both runs answer correctly."
+        )
+        charts.append(Chart(figure, caption, name=f"sufficient-{name}"))
+    if not charts and not missing:
+        return []
+    text = (
+        "Does putting the variable back repair the answer? The activation at one layer and position of the clean run is "
+        "copied into the corrupted run, and the answer at the last position is read again."
+    )
+    return [
+        Section(
+            "Sufficient", text, charts, note="\n\n".join(missing), explain=("patching", "recovery", "vacuous")
+        )
+    ]
+
+
+def _has_untrained(found: Profile) -> bool:
+    return any(row["control"] == "untrained" for row in found.probes.rows)
+
+
+def _command(found: Profile, record: RunRecord) -> str:
+    from probelens.cli.profile_run import ProfileSettings
+
+    config: dict[str, Any] = dict(record.config)
+    task = dict(found.task)
+    words = ["probelens", "profile", str(config.get("model", "MODEL")), "--task"]
+    words.append(str(task.pop("group", task.get("task"))))
+    for key, value in task.items():
+        if key not in ("task", "tokenizer", "corpus", "digest"):
+            words += [
+                "--task-set",
+                f"{key}={','.join(map(str, value)) if isinstance(value, (list, tuple)) else value}",
+            ]
+    words += ["--labels", ",".join(found.indices), "--length", str(found.length)]
+    defaults = ProfileSettings()
+    for key, value in config.items():
+        if key != "length" and hasattr(defaults, key) and value != getattr(defaults, key):
+            words += ["--set", f"{key}={value}"]
+    return shlex.join(words)

@@ -1,0 +1,240 @@
+"""What ``probelens profile`` does: a task for a model, its profile in a run folder, and the report of that folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from probelens.errors import InputError, MetricError, StoreError
+from probelens.experiments.record import RunRecord, versions
+from probelens.experiments.settings import arguments
+from probelens.results.files import write_rows
+
+if TYPE_CHECKING:
+    from probelens.hooks.model import HookedModel
+    from probelens.profiling import Profile
+    from probelens.tasks import Task
+
+__all__ = ["NAME", "ProfileSettings", "profile_model", "report_again", "task_for"]
+
+NAME = "profile"
+FILE = "profile.safetensors"
+
+
+@dataclass(frozen=True)
+class ProfileSettings:
+    """How much is measured, and how.
+
+    Args:
+        length: Tokens in each sequence.
+        n_probe: Sequences for probes.
+        n_ablate: Sequences for ablations.
+        n_pairs: Clean/corrupted pairs for patching; 0 for no patching.
+        controls: Random subspaces beside each ablation, of each kind.
+        batch_size: Sequences in one forward pass.
+        seed: Of data, splits and controls.
+        mlp: A small MLP beside the linear refit.
+        mdl: Also the description length.
+        control_task: Also a control task, for selectivity.
+    """
+
+    length: int = 40
+    n_probe: int = 400
+    n_ablate: int = 150
+    n_pairs: int = 64
+    controls: int = 20
+    batch_size: int = 64
+    seed: int = 0
+    mlp: bool = True
+    mdl: bool = False
+    control_task: bool = False
+
+
+def task_for(model: HookedModel, source: str, name: str | None, settings: Sequence[str] = ()) -> Task:
+    """The task to profile a model on.
+
+    Args:
+        model: The wrapped model.
+        source: Where it was loaded from. A folder that training left says what it was trained on.
+        name: Name of the task, such as "dyck" or "S3"; None for the one it was trained on.
+        settings: Arguments of the task as ``key=value``, over those it was trained with.
+
+    Raises:
+        InputError: An unknown task or argument, no name where the folder has none, or a vocabulary that doesn't fit.
+    """
+    from probelens import tasks
+
+    trained = _trained_on(Path(source))
+    if name is None:
+        if trained is None:
+            raise InputError(
+                f"{source!r} doesn't say what it was trained on. Name a task: "
+                "--task parity, dyck, counter, flip_flop, code_depth, or a group such as S3"
+            )
+        base = trained
+    else:
+        base = dict(tasks.make(name).config)
+        if trained is not None and trained.get("task") == base["task"] and _same_group(trained, base):
+            base = trained
+    kind = type(tasks.make(base))
+    options = arguments(kind, settings, "--task-set")
+    if "tokenizer" in base and model.tokenizer is not None:
+        options["tokenizer"] = model.tokenizer
+    task = tasks.make(base, **options)
+    _check_fit(model, task)
+    return task
+
+
+def profile_model(
+    model: HookedModel,
+    task: Task,
+    folder: Path,
+    settings: ProfileSettings,
+    *,
+    labels: Sequence[str] | None = None,
+    source: str = "",
+    progress: bool = False,
+) -> Profile:
+    """Profile a model and write ``profile.safetensors``, ``rows.parquet`` and ``report.html``.
+
+    Args:
+        model: The wrapped model.
+        task: The task.
+        folder: Run folder.
+        settings: How much is measured.
+        labels: Variables to look for; the task's target if None.
+        source: What the model was loaded from, for the report.
+        progress: Show progress bars.
+
+    Returns:
+        The profile.
+
+    Raises:
+        InputError: An unknown label, or sequences longer than the model takes.
+        StoreError: The folder can't be written, or holds something else.
+    """
+    from probelens.profiling import profile
+
+    limit, length = model.cfg.n_ctx, settings.length + task.bos
+    if limit and length > limit:
+        raise InputError(
+            f"length={settings.length}: with its start token that is {length} of {limit} positions at most"
+        )
+    if folder.exists() and not folder.is_dir():
+        raise StoreError(f"{str(folder)!r} is a file, not a folder. Choose another run folder.")
+    if (folder / "run.json").exists() and RunRecord.load(folder).recipe != NAME:
+        raise StoreError(f"{str(folder)!r} holds a run of another recipe. Choose another run folder.")
+    config = {
+        "model": source or model.cfg.model_name,
+        "labels": list(labels or [task.target]),
+        **asdict(settings),
+    }
+    # Before the measurement: a folder that can't be written should be noticed now, not after it.
+    RunRecord(NAME, config, versions=versions()).save(folder)
+    options = asdict(settings)
+    n_pairs = options.pop("n_pairs")
+    found = profile(
+        model, task, labels=labels, pairs=_pairs(task, n_pairs, settings), untrained=_untrained(model),
+        progress=progress, **options,
+    )  # fmt: skip
+    found.save(folder / FILE)
+    report_again(folder)
+    return found
+
+
+def report_again(folder: Path) -> Path:
+    """Write the rows and the report of a profile's folder from what is saved there.
+
+    Raises:
+        StoreError: The profile isn't there or can't be read.
+    """
+    import pandas as pd
+
+    from probelens.cli.profile_report import write
+    from probelens.profiling import Profile
+
+    record = RunRecord.load(folder)
+    if not (folder / FILE).is_file():
+        raise StoreError(f"the profile in {str(folder)!r} is not finished. Run `probelens profile` again.")
+    found = Profile.load(folder / FILE)
+    write_rows(folder / "rows.parquet", pd.DataFrame(rows(found)))
+    return write(folder / "report.html", found, record)
+
+
+def rows(found: Profile) -> list[dict[str, Any]]:
+    """Every number of a profile as rows, told apart by the column ``kind``."""
+    tables: list[tuple[str, str, Any]] = [("probe", "", found.probes)]
+    tables += [("ablation", "", result) for result in found.ablations.values()]
+    tables += [("patch", name, result) for name, result in found.patches.items()]
+    out = [
+        {"model": found.model, "kind": "behaviour", "span": span, "accuracy": value}
+        for span, value in found.behaviour.items()
+    ]
+    for kind, name, result in tables:
+        try:
+            records = result.to_dataframe().to_dict("records")
+        except MetricError as err:
+            # A model that answers no pair has no recovery to report; the row says so.
+            records = [{"problem": str(err)}]
+        # A table may have a column `kind` of its own; here it says which table the row is from.
+        extra = {"pairs": name} if name else {}
+        out += [{**extra, **record, "model": found.model, "kind": kind} for record in records]
+    return out
+
+
+def _pairs(task: Task, n: int, settings: ProfileSettings) -> dict[str, Any]:
+    """Pairs edited at one and the same position, so that a map over positions can be read."""
+    if not n:
+        return {}
+    pairs = task.pairs(20 * n, length=settings.length, seed=settings.seed)
+    common = pairs.edit_pos.bincount().argmax()
+    return {task.target: pairs[(pairs.edit_pos == common).nonzero().flatten()[:n]]}
+
+
+def _untrained(model: HookedModel) -> HookedModel | None:
+    """The same formal model at other random weights; None for models that can't be made again."""
+    import dataclasses
+
+    from probelens import models
+    from probelens.models.loading import wrap
+
+    config = models.config_of(model.module)
+    if config is None:
+        return None
+    fresh = models.build(dataclasses.replace(config, seed=config.seed + 1000))
+    return wrap(fresh.to(model.cfg.device))
+
+
+def _check_fit(model: HookedModel, task: Task) -> None:
+    taken = model.cfg.d_vocab
+    given = model.cfg.d_vocab_out or taken
+    classes = task.n_classes[task.target]
+    if taken >= task.d_vocab and given >= classes:
+        return
+    raise InputError(
+        f"{model.cfg.model_name} doesn't fit the task {task.name}: the task has {task.d_vocab} token ids and answers one "
+        f"of {classes} classes of {task.target!r}; the model takes {taken} ids and gives {given} logits. "
+        "Give a model that was trained on this task, or the task's arguments with --task-set key=value."
+    )
+
+
+def _trained_on(folder: Path) -> dict[str, Any] | None:
+    """The task that a training run in this folder was for, if there is one."""
+    from probelens import tasks
+    from probelens.models.training_run import STATE_FILE, TrainState
+
+    if not (folder / STATE_FILE).is_file():
+        return None
+    try:
+        config = TrainState.load(folder / STATE_FILE).identity["task"]
+        tasks.make(config)
+    except (StoreError, InputError, KeyError, TypeError):
+        # A task of the user's own, or no state of a run: the command line says which task it is.
+        return None
+    return dict(config)
+
+
+def _same_group(trained: dict[str, Any], asked: dict[str, Any]) -> bool:
+    return trained.get("group") == asked.get("group")

@@ -1,0 +1,195 @@
+"""Settings from text: ``key=value`` strings and saved JSON to the fields of a dataclass or the arguments of a function."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import numbers
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from probelens.errors import InputError, ProbelensError, nearest
+from probelens.results.types import fits, said
+
+__all__ = ["arguments", "at_least", "configure", "restore", "whole_number"]
+
+
+def configure(
+    config: type[Any],
+    settings: Sequence[str],
+    presets: Mapping[str, Mapping[str, Any]],
+    preset: str | None = None,
+) -> Any:
+    """A recipe's config from its defaults, a preset and ``key=value`` settings.
+
+    Args:
+        config: The dataclass.
+        settings: Strings ``key=value``; values are read by the field's type.
+        presets: Named changes.
+        preset: One of them, or None.
+
+    Raises:
+        InputError: An unknown key or preset (with the nearest), or a value of the wrong type.
+
+    Examples:
+        >>> @dataclasses.dataclass
+        ... class Config:
+        ...     seed: int = 0
+        >>> configure(Config, ["seed=3"], {})
+        Config(seed=3)
+    """
+    changes: dict[str, Any] = {}
+    if preset is not None:
+        if preset not in presets:
+            raise InputError(unknown("preset", preset, presets))
+        changes.update(presets[preset])
+    hints = _hints(config)
+    for key, value in _pairs(settings, "--set"):
+        if key not in hints:
+            raise InputError(unknown("setting", key, hints))
+        changes[key] = _parse(key, value, hints[key])
+    return _make(config, changes)
+
+
+def at_least(config: Any, **minima: int) -> None:
+    """Refuse a config with a number below what a run needs, before anything is written or trained.
+
+    Args:
+        config: A dataclass of settings.
+        minima: The least value of each setting that has one; None and tuples of numbers are judged as they come.
+
+    Raises:
+        InputError: Which setting is too small, and the least that is allowed.
+    """
+    for name, least in minima.items():
+        value = getattr(config, name)
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            if one is not None and one < least:
+                raise InputError(f"{name}={value!r}: allowed is {least} or more")
+
+
+def whole_number(name: str, value: Any, least: int = 1) -> None:
+    """Refuse what isn't a whole number, or is below the least that makes sense.
+
+    Args:
+        name: What the argument is called.
+        value: What was given.
+        least: The least value allowed.
+
+    Raises:
+        InputError: What was given, and what is allowed.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+        raise InputError(f"{name}={value!r}: allowed are whole numbers from {least} on")
+
+
+def restore(config: type[Any], saved: Mapping[str, Any]) -> Any:
+    """A config from what JSON kept of it: lists become tuples, and every value must fit its field.
+
+    Raises:
+        InputError: An unknown key, or a value of the wrong type.
+
+    Examples:
+        >>> @dataclasses.dataclass
+        ... class Config:
+        ...     archs: tuple[str, ...] = ()
+        >>> restore(Config, {"archs": ["lstm"]})
+        Config(archs=('lstm',))
+    """
+    hints, changes = _hints(config), {}
+    for key, value in saved.items():
+        if key not in hints:
+            raise InputError(unknown("setting", key, hints))
+        if isinstance(value, list):
+            value = tuple(value)
+        if not fits(value, hints[key]):
+            raise InputError(f"setting {key}={value!r} has the wrong type: it must be {said(hints[key])}")
+        changes[key] = value
+    return _make(config, changes)
+
+
+def arguments(function: Callable[..., Any], settings: Sequence[str], flag: str = "--set") -> dict[str, Any]:
+    """Keyword arguments of a function from ``key=value`` strings, read by its annotations.
+
+    Args:
+        function: A function or class.
+        settings: Strings ``key=value``.
+        flag: The option that they came with, for error messages.
+
+    Raises:
+        InputError: An argument that the function doesn't have (with the nearest), or a value of the wrong type.
+
+    Examples:
+        >>> arguments(lambda depth=4, bos=False: None, ["depth=3", "bos=true"])
+        {'depth': 3, 'bos': True}
+    """
+    made = isinstance(function, type)
+    hints = typing.get_type_hints(function.__init__ if made else function)
+    known: dict[str, Any] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        plain = type(parameter.default) if isinstance(parameter.default, (bool, int, float)) else str
+        known[name] = hints.get(name, plain)
+    found = {}
+    for key, value in _pairs(settings, flag):
+        if key not in known:
+            raise InputError(unknown("argument", key, known))
+        found[key] = _parse(key, value, known[key])
+    return found
+
+
+def unknown(what: str, name: str, options: Iterable[str]) -> str:
+    """Says that a name isn't there, which are nearest, and which are allowed."""
+    options = list(options)
+    near = nearest(name, options)
+    hint = f"Nearest: {', '.join(near)}. " if near else ""
+    return f"{what} {name!r} not found. {hint}Allowed: {', '.join(options) or 'none'}"
+
+
+def _hints(config: type[Any]) -> dict[str, Any]:
+    hints = typing.get_type_hints(config)
+    return {field.name: hints[field.name] for field in dataclasses.fields(config)}
+
+
+def _make(config: type[Any], changes: dict[str, Any]) -> Any:
+    try:
+        return config(**changes)
+    except (TypeError, ValueError) as err:
+        if isinstance(err, ProbelensError):
+            raise
+        raise InputError(f"these settings don't go together: {err}") from err
+
+
+def _pairs(settings: Sequence[str], flag: str) -> list[tuple[str, str]]:
+    pairs = []
+    for setting in settings:
+        key, sep, value = setting.partition("=")
+        if not sep or not key.strip():
+            raise InputError(f"{flag} takes key=value, got {setting!r}")
+        pairs.append((key.strip(), value))
+    return pairs
+
+
+def _parse(key: str, value: str, hint: Any) -> Any:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        options = typing.get_args(hint)
+        if type(None) in options and value.lower() in ("none", "null", ""):
+            return None
+        plain = [a for a in options if a in (bool, int, float)]
+        return _parse(key, value, plain[0] if plain else str)
+    if origin is tuple:
+        inner = typing.get_args(hint)[0]
+        return tuple(_parse(key, part.strip(), inner) for part in value.split(",") if part.strip())
+    if hint is bool:
+        known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+        if value.lower() not in known:
+            raise InputError(f"{key}={value!r}: allowed are true and false")
+        return known[value.lower()]
+    if hint in (int, float):
+        try:
+            return hint(value)
+        except ValueError:
+            raise InputError(f"{key}={value!r} is not {said(hint)}") from None
+    return value

@@ -1,0 +1,649 @@
+"""What an architecture must say about itself so that everything else works on it.
+
+A subclass names the blocks and the modules around them; the base class turns that into hook
+points, calls the model, and knows how to start at or stop before a block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from probelens.errors import InputError, ShapeError
+from probelens.hooks.forwards import refuse_replaced_forward, replaced_forward, swapped_forward
+from probelens.hooks.offload import execution_device
+from probelens.hooks.switchboard import HookPoint, Site, Switchboard, Tap, attach_to_module, pick, put
+
+if TYPE_CHECKING:
+    from probelens.hooks.model import HookedModel
+    from probelens.running.sweep.resume import Resumer
+
+__all__ = [
+    "Adapter",
+    "Call",
+    "ModelConfig",
+    "StopForward",
+    "refuse_replaced_forward",
+    "replaced_forward",
+    "swapped_forward",
+]
+
+RESID = ("batch", "pos", "d_model")
+NOTES = {
+    "embed": "output of the token embedding, before positions are added to it",
+    "resid_pre": "residual stream entering the block; an edit reaches this block and all after it",
+    "resid_post": "residual stream leaving the block; an edit reaches all blocks after it",
+    "ln_final_in": "residual stream after the last block",
+    "ln_final_out": "residual stream after the final norm",
+    "unembed_in": "what the logits are read from",
+    "unembed_out": "logits; an edit is what the model returns, unless it caps them afterwards",
+}
+
+
+@dataclass
+class ModelConfig:
+    """The sizes of a wrapped model, under TransformerLens' names.
+
+    Args:
+        n_layers: Number of blocks.
+        d_model: Width of the residual stream (of a recurrent network: of a layer's output).
+        d_vocab: Number of input token ids; 0 for models that don't take tokens.
+        n_heads: Attention heads; 0 where there is no attention.
+        d_head: Width of one head.
+        n_key_value_heads: Heads of keys and values where grouped queries share them; None elsewhere.
+        d_mlp: Width inside the MLP; 0 if there is none.
+        n_ctx: Longest sequence the model takes; 0 for no limit.
+        d_vocab_out: Number of logits.
+        model_name: Class or hub name.
+        architecture: Adapter's name for the family.
+        device: Where the inputs go.
+        dtype: Of the parameters.
+        extra: Sizes of this family only, such as ``d_state``.
+    """
+
+    n_layers: int
+    d_model: int
+    d_vocab: int = 0
+    n_heads: int = 0
+    d_head: int = 0
+    n_key_value_heads: int | None = None
+    d_mlp: int = 0
+    n_ctx: int = 0
+    d_vocab_out: int = 0
+    model_name: str = ""
+    architecture: str = ""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype = torch.float32
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def attn_only(self) -> bool:
+        """Whether the blocks have attention and no MLP."""
+        return self.n_heads > 0 and self.d_mlp == 0
+
+
+@dataclass
+class Call:
+    """One call of the user's module, ready to make: arguments, and the tokens if there are any.
+
+    Args:
+        args: Positional arguments of the forward.
+        kwargs: Keyword arguments of the forward.
+        tokens: Token ids; None for inputs of another kind. (batch, pos)
+        mask: 1 for real tokens, 0 for padding; None for no padding. (batch, pos)
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tokens: Tensor | None = None
+    mask: Tensor | None = None
+
+
+class StopForward(BaseException):
+    """Ends a forward pass early; carries the residual. Never leaves ``HookedModel``.
+
+    Args:
+        resid: The residual stream where the forward ended. (batch, pos, d_model)
+    """
+
+    def __init__(self, resid: Tensor) -> None:
+        super().__init__("forward pass stopped on purpose")
+        self.resid = resid
+
+
+class Adapter:
+    """Base of all adapters.
+
+    A subclass sets ``name`` and, in ``__init__``, calls ``super().__init__(module)`` and fills
+    ``cfg``, ``blocks`` (module paths in order) and ``parts`` (paths of "embed", "ln_final" and
+    "unembed", as far as they exist). It adds ``block_points`` for what is inside a block.
+
+    Args:
+        module: The user's module. It is never changed.
+    """
+
+    name: ClassVar[str] = ""
+    priority: ClassVar[int] = 50
+    options: ClassVar[tuple[str, ...]] = ()
+    # Whether the options say all there is to know, so that the adapter takes modules it doesn't match.
+    any_module: ClassVar[bool] = False
+    differentiable: ClassVar[bool] = True
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.blocks: list[str] = []
+        self.parts: dict[str, str] = {}
+        # From canonical path segments to the module's own, for edit_weights: {"mixer": "mixer"}, and
+        # {"1.mixer": "inner.mixer"} where block 1 has it at another place.
+        self.segments: dict[str, str] = {}
+        self.cfg = ModelConfig(n_layers=0, d_model=0)
+        self.tokenizer: Any = None
+        self._block_outputs: int | None = None
+        self._accepted: set[str] | None = None
+
+    @classmethod
+    def matches(cls, module: Any) -> bool:
+        """Whether this adapter knows the module. Must be cheap and import nothing heavy.
+
+        Args:
+            module: Any object that a user passes to ``wrap``.
+
+        Returns:
+            True if ``wrap`` may choose this adapter.
+        """
+        return False
+
+    @classmethod
+    def wrap(cls, module: Any, **options: Any) -> HookedModel:
+        """The hooked model for a module this adapter matches.
+
+        Args:
+            module: The user's module.
+            options: Passed to the adapter.
+
+        Returns:
+            The hooked model.
+        """
+        from probelens.hooks.model import HookedModel
+
+        return HookedModel(module, cls(module, **options))
+
+    # -- hook points ---------------------------------------------------------------------------
+
+    def points(self) -> list[HookPoint]:
+        """Every hook point, in the order in which a forward pass reaches them."""
+        out: list[HookPoint] = []
+        if "embed" in self.parts:
+            out.append(self.boundary("hook_embed", self.parts["embed"], "out", note=NOTES["embed"]))
+        for layer, path in enumerate(self.blocks):
+            prefix = f"blocks.{layer}."
+            out.append(self.boundary(prefix + "hook_resid_pre", path, "in", note=NOTES["resid_pre"]))
+            out.extend(self.block_points(layer, path))
+            out.append(self.boundary(prefix + "hook_resid_post", path, "out", note=NOTES["resid_post"]))
+        return out + self.readout_points()
+
+    def readout_points(self) -> list[HookPoint]:
+        """Input and output of the final norm and of the unembedding, as far as they exist."""
+        out: list[HookPoint] = []
+        for part, axis in (("ln_final", "d_model"), ("unembed", "d_vocab")):
+            if part in self.parts:
+                path = self.parts[part]
+                into, outof = NOTES[f"{part}_in"], NOTES[f"{part}_out"]
+                out.append(self.boundary(f"{part}.hook_in", path, "in", note=into))
+                out.append(
+                    self.boundary(f"{part}.hook_out", path, "out", axes=("batch", "pos", axis), note=outof)
+                )
+        return out
+
+    def block_points(self, layer: int, path: str) -> list[HookPoint]:
+        """Points between a block's resid_pre and resid_post. The base class has none.
+
+        Args:
+            layer: Number of the block.
+            path: Its module path.
+
+        Returns:
+            Points in the order in which they are computed.
+        """
+        return []
+
+    def absent(self, name: str) -> str | None:
+        """Why a point that other architectures have is absent here, or None.
+
+        Args:
+            name: Canonical name of a point.
+
+        Returns:
+            One sentence for the user, or None if there is nothing to say.
+        """
+        return None
+
+    def renormed(self, layer: int) -> bool:
+        """Whether a block begins with a norm of the residual stream itself, not of what it reads from it.
+
+        Args:
+            layer: Number of the block.
+
+        Returns:
+            False in the base class.
+        """
+        return False
+
+    def unsummed(self, layer: int) -> str | None:
+        """Why what the blocks before ``layer`` add doesn't sum to the residual stream, or None.
+
+        Args:
+            layer: Number of a block; the number of blocks for all.
+
+        Returns:
+            One sentence for the user, or None where it sums.
+        """
+        return None
+
+    def find(self, name: str) -> HookPoint | None:
+        """A point that isn't advertised but can be hooked under a name of the backend's own, or None.
+
+        Args:
+            name: A name that isn't among the advertised points.
+
+        Returns:
+            The point, or None if there is none.
+        """
+        return None
+
+    def attach(self, board: Switchboard, point: HookPoint) -> Sequence[Any]:
+        """Make the model call ``board.fire(point.name, tensor)`` at a boundary point.
+
+        Args:
+            board: Where to hand the tensor.
+            point: The boundary point.
+
+        Returns:
+            Handles whose ``remove()`` undoes it.
+        """
+        return attach_to_module(board, point)
+
+    def boundary(
+        self, name: str, path: str, side: Any, *, axes: Sequence[str] = RESID,
+        aliases: Sequence[str] = (), note: str = "", **site: Any,
+    ) -> HookPoint:  # fmt: skip
+        """A hook point at a module's input ("in") or output ("out").
+
+        Args:
+            name: Canonical name.
+            path: Module path below the wrapped module.
+            side: "in" for an argument, "out" for the return value.
+            axes: Names of the axes of the tensor that a hook gets.
+            aliases: Other names for the same point.
+            note: What a reader should know.
+            site: Further fields of ``Site``, such as ``index`` or ``heads``.
+
+        Returns:
+            The point.
+        """
+        where = Site(path, side, **site)
+        return HookPoint(name, "boundary", tuple(axes), path, tuple(aliases), where, note=note)
+
+    def interior(
+        self, name: str, path: str, *, axes: Sequence[str], aliases: Sequence[str] = (),
+        step: bool = False, note: str = "",
+    ) -> HookPoint:  # fmt: skip
+        """A hook point inside the forward of the module at ``path``.
+
+        Args:
+            name: Canonical name.
+            path: Path of the module in whose forward it lies.
+            axes: Names of the axes of the tensor that a hook gets.
+            aliases: Other names for the same point.
+            step: True for recurrent state: the hook is called once per position.
+            note: What a reader should know.
+
+        Returns:
+            The point.
+        """
+        return HookPoint(name, "interior", tuple(axes), path, tuple(aliases), None, step, note)
+
+    def instrument(self, path: str, tap: Tap) -> contextlib.AbstractContextManager[None]:
+        """Swap in the instrumented forward of one module while the context lasts.
+
+        Args:
+            path: Module path.
+            tap: Who listens and edits inside it.
+
+        Returns:
+            A context; on leaving it the module's own forward is back.
+
+        Raises:
+            InputError: The adapter has no instrumented forward for this module.
+        """
+        raise InputError(f"adapter {self.name!r} has no instrumented forward for {path!r}")
+
+    def instrumented_paths(self) -> list[str]:
+        """Modules that have an instrumented forward: what ``backend("reference")`` swaps in."""
+        return []
+
+    def quick_paths(self) -> list[str]:
+        """Modules whose instrumented forward gives the numbers of their own up to rounding, in less time here.
+
+        Returns:
+            Module paths; collecting and sweeps run them so. None by default.
+        """
+        return []
+
+    def tap_names(self, path: str) -> dict[str, str]:
+        """From an instrumented forward's short names to canonical ones, for the module at ``path``.
+
+        Args:
+            path: Module path.
+
+        Returns:
+            Canonical name by short name, interior points only.
+        """
+        return {
+            point.name.rsplit(".", 1)[1]: point.name
+            for point in self.all_points
+            if point.kind == "interior" and point.module == path
+        }
+
+    @property
+    def all_points(self) -> list[HookPoint]:
+        """``points()``, made once."""
+        if not hasattr(self, "_points"):
+            self._points = self.points()
+        return self._points
+
+    # -- calling the model ---------------------------------------------------------------------
+
+    def device(self) -> torch.device:
+        """Where the inputs go: the device of the embedding, else of the first parameter."""
+        return self.device_of(self.parts.get("embed", "")) or self.device_of("") or torch.device("cpu")
+
+    def device_of(self, path: str) -> torch.device | None:
+        """Where the module at ``path`` runs: the device of its first parameter; None if it has none.
+
+        Args:
+            path: Module path.
+
+        Returns:
+            The device, for weights that accelerate offloaded the one on which they will run; or None.
+        """
+        module = self.module.get_submodule(path)
+        found = next(module.parameters(), None)
+        if found is None:
+            return None
+        offloaded = execution_device(module) if found.device.type == "meta" else None
+        return offloaded or found.device
+
+    def blocks_with(self, path: str) -> list[int]:
+        """The blocks that a module is, or lies in.
+
+        Args:
+            path: Module path.
+
+        Returns:
+            Their numbers: several where one module holds several blocks, as a fused recurrent stack does; none
+            outside the blocks.
+        """
+        return [i for i, block in enumerate(self.blocks) if f"{path}.".startswith(f"{block}.")]
+
+    def accepts(self, keyword: str) -> bool:
+        """Whether the module's forward takes this keyword.
+
+        Args:
+            keyword: Name of an argument.
+
+        Returns:
+            True also where the forward takes any keyword.
+        """
+        if self._accepted is None:
+            found = inspect.signature(type(self.module).forward).parameters
+            self._accepted = set(found)
+            if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.values()):
+                self._accepted.add("**")
+        return keyword in self._accepted
+
+    def call(self, tokens: Tensor, mask: Tensor | None, extra: dict[str, Any]) -> Call:
+        """Arguments for a run on tokens (or on whatever tensor the module takes).
+
+        Args:
+            tokens: The input, on the right device. (batch, pos)
+            mask: 1 for real tokens, 0 for padding. (batch, pos)
+            extra: Further keywords from the user.
+
+        Returns:
+            Positional arguments, keywords, and the tokens if they are any.
+
+        Raises:
+            InputError: A mask for a module whose forward takes no attention_mask.
+        """
+        if mask is not None:
+            if not self.accepts("attention_mask"):
+                raise InputError(
+                    f"{type(self.module).__name__}.forward takes no attention_mask. "
+                    "Pad on the right and ignore those positions (where the model reads both ways, run sequences of "
+                    "equal length together), or pass inputs as a mapping."
+                )
+            extra = {**extra, "attention_mask": mask}
+        return Call((tokens,), extra, tokens if not tokens.is_floating_point() else None, mask)
+
+    def settle(self) -> None:
+        """Do to the weights what the first run does, where one does anything; called in eval mode."""
+
+    def modules(self) -> list[nn.Module]:
+        """Every module whose training flag counts."""
+        return list(self.module.modules())
+
+    def run(self, call: Call) -> Any:
+        """Call the module, and give back what it returned.
+
+        Args:
+            call: Arguments, made by ``call``.
+
+        Returns:
+            Whatever the module returns.
+        """
+        return self.module(*call.args, **call.kwargs)
+
+    def resid_call(self, resid: Tensor, mask: Tensor | None, extra: dict[str, Any]) -> Call:
+        """Arguments for a run whose residual is put in by ``starting_at``: only shapes matter.
+
+        Args:
+            resid: Residual that enters the first block that runs. (batch, pos, d_model)
+            mask: 1 for real tokens, 0 for padding. (batch, pos)
+            extra: Further keywords from the user.
+
+        Returns:
+            A call on tokens of the same batch and length; what they are doesn't matter.
+        """
+        tokens = torch.zeros(resid.shape[:2], dtype=torch.long, device=resid.device)
+        return self.call(tokens, mask, extra)
+
+    def output(self, raw: Any) -> Tensor:
+        """The logits (or main output) in what the module returned.
+
+        Args:
+            raw: What the module returned.
+
+        Returns:
+            Logits, or the main output. (batch, pos, d_vocab)
+        """
+        return pick(raw, "logits" if isinstance(raw, Mapping) and "logits" in raw else None, "output")
+
+    def loss(self, logits: Tensor, call: Call, per_token: bool = False) -> Tensor:
+        """Next-token cross-entropy in nats, padding left out.
+
+        Args:
+            logits: (batch, pos, d_vocab)
+            call: What was run.
+            per_token: Every prediction by itself, 0 at padding.
+
+        Returns:
+            The mean (), or (batch, pos − 1).
+
+        Raises:
+            InputError: The input wasn't tokens, or the mask leaves none, so there is nothing to predict.
+        """
+        tokens = call.tokens
+        if tokens is None or logits.ndim != 3 or tokens.shape[1] < 2:
+            raise InputError(
+                'return_type="loss" needs tokens (batch, pos) with at least two positions and logits '
+                f"(batch, pos, d_vocab); the logits have shape {tuple(logits.shape)}. "
+                'Use return_type="logits" and compute a loss of your own.'
+            )
+        answers = tokens[:, 1:].to(logits.device)
+        losses = nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), answers.flatten(), reduction="none"
+        )
+        shape = answers.shape
+        if call.mask is None:
+            return losses.view(shape) if per_token else losses.mean()
+        weight = (call.mask[:, 1:] * call.mask[:, :-1]).flatten().to(losses)
+        if not per_token and not bool(weight.any()):
+            raise InputError(
+                "the attention mask leaves no two neighbouring tokens, so there is nothing to predict"
+            )
+        return (losses * weight).view(shape) if per_token else (losses * weight).sum() / weight.sum()
+
+    # -- starting and stopping at a block --------------------------------------------------------
+
+    def rereads(self, layer: int) -> bool:
+        """Whether block ``layer`` or a later one reads something else than the residual stream.
+
+        Then a patched residual doesn't bring another run back, and no run can start there.
+
+        Args:
+            layer: Number of a block.
+
+        Returns:
+            True where runs can't start at this block.
+        """
+        return False
+
+    def resumer(self, model: HookedModel) -> Resumer | None:
+        """How runs go on from the middle of a sequence, for the engine of sweeps; None where they can't.
+
+        Args:
+            model: The wrapped model.
+
+        Returns:
+            An object that restarts runs in mid-sequence, or None.
+        """
+        return None
+
+    def can_skip(self) -> bool:
+        """Whether a run can start at or stop before every block, and at the readout after the last."""
+        return bool(self.blocks) and ("ln_final" in self.parts or "unembed" in self.parts)
+
+    def after_blocks(self) -> str:
+        """The module that reads the residual after the last block.
+
+        Returns:
+            Its path.
+
+        Raises:
+            InputError: The architecture has no known module after its blocks.
+        """
+        for part in ("ln_final", "unembed"):
+            if part in self.parts:
+                return self.parts[part]
+        raise InputError(
+            f"{type(self.module).__name__} has no known module after its blocks, "
+            f"so it can't stop after block {len(self.blocks) - 1}"
+        )
+
+    @contextlib.contextmanager
+    def stopping_at(self, layer: int) -> Iterator[None]:
+        """End the forward where block ``layer`` (or what follows the last one) would begin.
+
+        Args:
+            layer: Block before which the forward ends; the number of blocks for after the last.
+
+        Yields:
+            Nothing; a forward inside the block raises ``StopForward``, which carries the residual.
+        """
+        path = self.blocks[layer] if layer < len(self.blocks) else self.after_blocks()
+        thread = threading.get_ident()
+
+        def stop(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if threading.get_ident() == thread:
+                values = args if args else tuple(kwargs.values())
+                raise StopForward(pick(values, None, f"residual entering block {layer}"))
+
+        handle = self.module.get_submodule(path).register_forward_pre_hook(
+            stop, with_kwargs=True, prepend=True
+        )
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @contextlib.contextmanager
+    def starting_at(self, layer: int, resid: Tensor) -> Iterator[None]:
+        """Skip the blocks before ``layer`` and feed it ``resid``.
+
+        Args:
+            layer: First block that runs.
+            resid: What enters it. (batch, pos, d_model)
+
+        Yields:
+            Nothing; the forward is the module's own again afterwards.
+        """
+        thread = threading.get_ident()
+        outputs = self._outputs_of_block() if layer else 0
+
+        def feed(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return None
+            if args:
+                return put(args, None, resid), kwargs
+            return args, put(kwargs, None, resid)
+
+        def passing(native: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                if threading.get_ident() != thread:
+                    return native(*args, **kwargs)
+                values = args if args else tuple(kwargs.values())
+                hidden = pick(values, None, "residual")
+                return (hidden, *[None] * (outputs - 1)) if outputs else hidden
+
+            return forward
+
+        path = self.blocks[layer] if layer < len(self.blocks) else self.after_blocks()
+        resid = resid.to(self.device_of(path) or resid.device)
+        with contextlib.ExitStack() as stack:
+            for skipped in self.blocks[:layer]:
+                block = self.module.get_submodule(skipped)
+                stack.enter_context(swapped_forward(block, passing(block.forward), False))
+            module = self.module.get_submodule(path)
+            handle = module.register_forward_pre_hook(feed, with_kwargs=True, prepend=True)
+            stack.callback(handle.remove)
+            yield
+
+    def _outputs_of_block(self) -> int:
+        # Blocks return a tensor (0 here) or a tuple of some length, depending on the class and on the
+        # transformers version; the loop around them expects that, so look once at what one returns.
+        if self._block_outputs is None:
+            seen: list[int] = []
+            block = self.module.get_submodule(self.blocks[0])
+            handle = block.register_forward_hook(
+                lambda m, a, out: seen.append(len(out) if isinstance(out, tuple) else 0)
+            )
+            call = self.call(torch.zeros(1, 1, dtype=torch.long, device=self.device()), None, {})
+            try:
+                with torch.no_grad(), self.stopping_at(min(1, len(self.blocks))):
+                    self.run(call)
+            except StopForward:
+                pass
+            finally:
+                handle.remove()
+            if not seen:
+                raise ShapeError(f"block {self.blocks[0]!r} wasn't called by the model's forward")
+            self._block_outputs = seen[0]
+        return self._block_outputs

@@ -1,0 +1,453 @@
+"""ActivationCache: the activations of one run, found by hook point name or TransformerLens shorthand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from probelens.errors import InputError, ShapeError, UnknownHookError, nearest
+
+if TYPE_CHECKING:
+    from probelens.hooks.model import HookedModel
+
+__all__ = ["ActivationCache", "Slice", "act_name", "slice_positions"]
+
+Slice = int | slice | list[int] | Tensor | tuple[Any, ...] | None
+"""Positions or examples: an int, a slice, a list, a tensor, `(start, stop)` as in TransformerLens, or None for all."""
+
+_LAYER_TYPES = {"a": "attn", "m": "mlp", "b": "", "block": "", "blocks": "", "attention": "attn"}
+_SHORT = {
+    "attn": "pattern", "attn_logits": "attn_scores", "key": "k", "query": "q", "value": "v",
+    "mlp_pre": "pre", "mlp_mid": "mid", "mlp_post": "post",
+}  # fmt: skip
+# Which part of a block has a point of this short name, to say why an architecture hasn't.
+_INSIDE = {
+    **dict.fromkeys(("q", "k", "v", "z", "attn_scores", "pattern", "result", "rot_q", "rot_k"), "attn."),
+    **dict.fromkeys(("pre", "mid", "post", "pre_linear"), "mlp."),
+}
+
+
+def act_name(key: str | tuple[Any, ...], names: Iterable[str], n_layers: int) -> str:
+    """The full hook point name behind a shorthand.
+
+    Args:
+        key: A full name, or ``(name, layer)`` or ``(name, layer, layer_type)`` as in
+            TransformerLens: ``("resid_post", 3)``, ``("q", -1)``, ``("out", 0, "mixer")``.
+        names: Names to look among.
+        n_layers: Number of blocks, for negative layers.
+
+    Returns:
+        The one name that the shorthand means.
+
+    Raises:
+        UnknownHookError: No such name, a layer out of range, or several names fit.
+
+    Examples:
+        >>> act_name(("resid_post", -1), ["blocks.0.hook_resid_post", "blocks.1.hook_resid_post"], 2)
+        'blocks.1.hook_resid_post'
+    """
+    names = list(names)
+    found: Any
+    if isinstance(key, str):
+        for candidate in (key, f"hook_{key}"):
+            if candidate in names:
+                return candidate
+        found = re.fullmatch(r"([a-z]+)(\d+)([a-z]\w*)?", key)
+        if found:  # "k6", "pattern0", "scale4ln1"
+            return act_name((found[1], int(found[2]), found[3]), names, n_layers)
+        raise UnknownHookError(f"{key!r} not found. Nearest: {_listed(nearest(key, names) or names[:3])}")
+    short, layer, *rest = (*key, None) if len(key) == 1 else key
+    if layer is None:
+        return act_name(str(short), names, n_layers)
+    if not isinstance(layer, int) or not -n_layers <= layer < n_layers:
+        raise UnknownHookError(
+            f"layer {layer!r} asked for {short!r}, but the model has {n_layers} blocks: "
+            f"allowed are {-n_layers} to {n_layers - 1}"
+        )
+    prefix = f"blocks.{layer % n_layers}."
+    short = _SHORT.get(short, short)
+    kind = rest[0] if rest else None
+    if kind is not None:
+        kind = _LAYER_TYPES.get(kind, kind)
+    inside = [n for n in names if n.startswith(prefix)]
+    tail = short if str(short).startswith("hook_") else f"hook_{short}"
+    found = [n for n in inside if n == prefix + tail or (n.endswith("." + tail) and n.count(".") == 3)]
+    if kind:
+        found = [n for n in found if n.removeprefix(prefix).startswith(f"{kind}.")]
+    if not kind and prefix + tail in found:
+        return prefix + tail
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        options = nearest(prefix + tail, inside) or inside[:3] or names[:3]
+        raise UnknownHookError(f"{key!r} not found ({prefix}…{tail}). Nearest: {_listed(options)}")
+    raise UnknownHookError(
+        f"{key!r} fits several points: {_listed(found)}. Give the layer type as a third entry, "
+        f"for example ({short!r}, {layer}, {found[0].split('.')[2]!r})"
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(repr(n) for n in names) or "none"
+
+
+def slice_positions(tensor: Tensor, pos: Slice, axis: int = 1) -> Tensor:
+    """Positions of an activation. An int removes the axis; None keeps all.
+
+    Args:
+        tensor: (batch, pos, ...)
+        pos: None, int, slice, list or tensor of positions, or TransformerLens' ``(start, stop)``.
+        axis: Where the positions are.
+
+    Returns:
+        The positions kept, in the order asked for: (batch, kept, ...), or (batch, ...) for an int.
+
+    Raises:
+        ShapeError: The tensor has no position axis, a position is out of range, or none is left.
+    """
+    if pos is None:
+        return tensor
+    if tensor.ndim <= axis:
+        raise ShapeError(
+            f"positions {pos!r} asked of a tensor of shape {tuple(tensor.shape)}: no position axis"
+        )
+    length = tensor.shape[axis]
+    if isinstance(pos, tuple):
+        pos = slice(*pos)
+    wanted = [pos] if isinstance(pos, int) else [] if isinstance(pos, slice) else [int(p) for p in pos]
+    bad = [p for p in wanted if not -length <= p < length]
+    if bad:
+        raise ShapeError(
+            f"position {bad[0]} asked for, but the sequence has {length}: allowed are {-length} to {length - 1}"
+        )
+    turned = tensor.movedim(axis, 0)
+    if isinstance(pos, int):
+        return turned[pos]
+    kept = turned[pos] if isinstance(pos, slice) else turned[wanted]
+    if not len(kept):
+        raise ShapeError(f"positions {pos!r} keep none of the {length}. Leave them out to keep all")
+    return kept.movedim(0, axis)
+
+
+class ActivationCache(Mapping[str, Tensor]):
+    """Activations by hook point name.
+
+    ``cache["blocks.3.hook_resid_post"]``, ``cache["resid_post", 3]`` and ``cache["resid_post", -1]``
+    are the same tensor. Gradients of ``incl_bwd=True`` stand under ``name + "_grad"``.
+
+    Args:
+        cache_dict: Name to activation, (batch, pos, ...).
+        model: The model they come from.
+        has_batch_dim: False once the batch axis of size 1 was removed.
+    """
+
+    def __init__(
+        self, cache_dict: Mapping[str, Tensor], model: HookedModel | None, has_batch_dim: bool = True
+    ):
+        self.cache_dict = dict(cache_dict)
+        self.model = model
+        self.has_batch_dim = has_batch_dim
+
+    def _name(self, key: str | tuple[Any, ...]) -> str:
+        if isinstance(key, str) and key in self.cache_dict:
+            return key
+        n_layers = self.model.cfg.n_layers if self.model is not None else self._n_layers()
+        if self.model is not None:
+            full = key if isinstance(key, str) else ""
+            if (
+                isinstance(key, tuple)
+                and len(key) > 1
+                and isinstance(key[1], int)
+                and -n_layers <= key[1] < n_layers
+            ):
+                full = f"blocks.{key[1] % n_layers}.hook_{key[0]}"
+            known = self.model.alias(full)
+            if known in self.cache_dict and known != full:
+                return known
+        try:
+            return act_name(key, self.cache_dict, n_layers)
+        except UnknownHookError as err:
+            raise UnknownHookError(
+                f"{err}{self._absent(key)}. This cache holds {len(self.cache_dict)} activations (what names_filter asked for); "
+                "list them with cache.keys()"
+            ) from None
+
+    def _absent(self, key: str | tuple[Any, ...]) -> str:
+        """Why the architecture has no such point; nothing where it has one or there is nothing to say."""
+        if self.model is None:
+            return ""
+        name = key if isinstance(key, str) else ""
+        if not name:
+            short, layer, kind = (*key, None, None)[:3]
+            short = _SHORT.get(short, short)
+            part = _INSIDE.get(short, "") if kind is None else f"{_LAYER_TYPES.get(kind, kind)}."
+            name = f"blocks.{0 if layer is None else layer % self.model.cfg.n_layers}.{part}hook_{short}"
+        reason = None if name in self.model.hook_dict else self.model.adapter.absent(name)
+        return f" ({reason})" if reason else ""
+
+    def _n_layers(self) -> int:
+        layers = [int(n.split(".")[1]) for n in self.cache_dict if n.startswith("blocks.")]
+        return max(layers, default=-1) + 1
+
+    def __getitem__(self, key: str | tuple[Any, ...]) -> Tensor:
+        return self.cache_dict[self._name(key)]
+
+    def __contains__(self, key: object) -> bool:
+        try:
+            return isinstance(key, (str, tuple)) and self._name(key) in self.cache_dict
+        except UnknownHookError:
+            return False
+
+    def __getattr__(self, name: str) -> Any:
+        from probelens.hooks.lens import explained
+
+        raise explained("ActivationCache", name, self.__dict__.get("model"))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.cache_dict)
+
+    def __len__(self) -> int:
+        return len(self.cache_dict)
+
+    def keys(self) -> KeysView[str]:
+        """Names held, in the order of the forward pass."""
+        return self.cache_dict.keys()
+
+    def values(self) -> ValuesView[Tensor]:
+        """Activations held."""
+        return self.cache_dict.values()
+
+    def items(self) -> ItemsView[str, Tensor]:
+        """Names with their activations."""
+        return self.cache_dict.items()
+
+    def __repr__(self) -> str:
+        size = sum(t.numel() * t.element_size() for t in self.cache_dict.values())
+        return f"ActivationCache({len(self)} activations, {size / 2**20:.1f} MiB)"
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> ActivationCache:
+        """Move every activation to a device or a dtype; changes this cache, and returns it.
+
+        Args:
+            device: Where to; None leaves it.
+            dtype: Which dtype; None leaves it.
+
+        Returns:
+            This cache.
+        """
+        self.cache_dict = {n: t.to(device=device, dtype=dtype) for n, t in self.cache_dict.items()}
+        return self
+
+    def toggle_autodiff(self, mode: bool = False) -> None:
+        """``torch.set_grad_enabled(mode)``, for the whole process, as in TransformerLens.
+
+        Args:
+            mode: Whether gradients are recorded from now on.
+        """
+        torch.set_grad_enabled(mode)
+
+    def remove_batch_dim(self) -> ActivationCache:
+        """Remove the batch axis; changes this cache, and returns it.
+
+        Returns:
+            This cache, with tensors (pos, ...).
+
+        Raises:
+            ShapeError: More than one example.
+        """
+        if not self.has_batch_dim:
+            return self
+        for name, tensor in self.cache_dict.items():
+            if tensor.shape[0] != 1:
+                raise ShapeError(
+                    f"remove_batch_dim needs a batch of 1, but {name!r} has shape {tuple(tensor.shape)}. "
+                    "Select one example first."
+                )
+        self.cache_dict = {n: t[0] for n, t in self.cache_dict.items()}
+        self.has_batch_dim = False
+        return self
+
+    def apply_slice_to_batch_dim(self, batch_slice: Slice) -> ActivationCache:
+        """A cache with some examples only; an int removes the batch axis.
+
+        Args:
+            batch_slice: None, int, slice, list or tensor of examples, or ``(start, stop)``.
+
+        Returns:
+            A new cache; this one is left alone.
+
+        Raises:
+            ShapeError: The batch axis is gone already, or no example is left.
+        """
+        if not self.has_batch_dim:
+            raise ShapeError("this cache has no batch axis any more (remove_batch_dim was called)")
+        index = slice(*batch_slice) if isinstance(batch_slice, tuple) else batch_slice
+        if index is None:
+            index = slice(None)
+        kept = {n: t[index] for n, t in self.cache_dict.items()}
+        if not isinstance(index, int) and any(not len(t) for t in kept.values()):
+            raise ShapeError(f"examples {batch_slice!r} keep none of the batch. Leave them out to keep all")
+        return ActivationCache(kept, self.model, not isinstance(index, int))
+
+    def stack_activation(
+        self, activation_name: str, layer: int = -1, sublayer_type: str | None = None
+    ) -> Tensor:
+        """One activation of several layers in one tensor.
+
+        Args:
+            activation_name: Shorthand such as ``"resid_post"`` or ``"q"``.
+            layer: Up to but without this layer; -1 for all.
+            sublayer_type: "attn", "mlp", "mixer" or "rnn", where the name alone isn't enough.
+
+        Returns:
+            (layer, batch, pos, ...)
+
+        Raises:
+            UnknownHookError: The cache lacks one of them.
+        """
+        n_layers = self.model.cfg.n_layers if self.model is not None else self._n_layers()
+        upto = n_layers if layer in (None, -1) else layer
+        if not 0 < upto <= n_layers:
+            raise UnknownHookError(f"layer {layer} asked for, allowed are 1 to {n_layers}, or -1 for all")
+        key = (sublayer_type,) if sublayer_type else ()
+        return _stacked([self[(activation_name, i, *key)] for i in range(upto)])
+
+    def accumulated_resid(
+        self, layer: int | None = None, incl_mid: bool = False, apply_ln: bool = False,
+        pos_slice: Slice = None, mlp_input: bool = False, return_labels: bool = False,
+    ) -> Tensor | tuple[Tensor, list[str]]:  # fmt: skip
+        """The residual stream as it grows, layer by layer.
+
+        Args:
+            layer: Up to the input of this layer; None or -1 for the input of the final norm too.
+            incl_mid: Also the residual between attention and MLP, where the block has one.
+            apply_ln: Pass each through the model's final norm (the logit lens).
+            pos_slice: Positions to keep.
+            mlp_input: End with ``resid_mid`` of ``layer``.
+            return_labels: Also names such as ``"3_pre"`` and ``"final_post"``.
+
+        Returns:
+            (component, batch, pos, d_model), and the labels if asked for.
+
+        Raises:
+            InputError: apply_ln on a model without a final norm.
+            UnknownHookError: The cache lacks one of them.
+        """
+        n_layers = self.model.cfg.n_layers if self.model is not None else self._n_layers()
+        upto = n_layers if layer in (None, -1) else int(layer or 0)
+        parts: list[Tensor] = []
+        labels: list[str] = []
+        for i in range(upto + 1):
+            if i == n_layers:
+                parts.append(self["resid_post", n_layers - 1])
+                labels.append("final_post")
+                break
+            parts.append(self["resid_pre", i])
+            labels.append(f"{i}_pre")
+            if (incl_mid and i < upto) or (mlp_input and i == upto):
+                parts.append(self["resid_mid", i])
+                labels.append(f"{i}_mid")
+        stacked = _stacked([self._at(part, pos_slice) for part in parts])
+        if apply_ln:
+            if self.model is None or "ln_final" not in self.model.adapter.parts:
+                raise InputError("apply_ln needs a model with a final norm; this one has none")
+            path = self.model.adapter.parts["ln_final"]
+            norm, place = self.model.module.get_submodule(path), self.model.adapter.device_of(path)
+            with torch.no_grad():
+                stacked = norm(stacked.to(place or stacked.device)).to(stacked.device)
+        return (stacked, labels) if return_labels else stacked
+
+    def decompose_resid(
+        self, layer: int | None = None, mlp_input: bool = False, mode: Literal["all", "mlp", "attn"] = "all",
+        apply_ln: bool = False, pos_slice: Slice = None, incl_embeds: bool = True, return_labels: bool = False,
+    ) -> Tensor | tuple[Tensor, list[str]]:  # fmt: skip
+        """What each layer adds to the residual stream; with the embedding, the parts sum to it.
+
+        Args:
+            layer: Up to the input of this layer; None or -1 for the input of the final norm.
+            mlp_input: Also what attention (or the mixer) of ``layer`` adds.
+            mode: "all", or only what "attn" (attention or mixer) or "mlp" adds.
+            apply_ln: Not here: it needs the cached scales of TransformerLens' own norms.
+            pos_slice: Positions to keep.
+            incl_embeds: Also the embedding, and what else enters block 0 (position embeddings).
+            return_labels: Also names such as ``"embed"``, ``"3_attn_out"`` and ``"3_mixer_out"``, both where
+                the two stand side by side; ``"0_pre_ln"`` is what RWKV's first norm makes of the embedding.
+
+        Returns:
+            (component, batch, pos, d_model), and the labels if asked for.
+
+        Raises:
+            InputError: apply_ln, a mode that isn't known, one that no block of this architecture has a part for, or
+                an architecture whose parts don't sum to the residual stream.
+            UnknownHookError: The cache lacks one of them.
+        """
+        if apply_ln:
+            raise InputError(
+                "apply_ln=True needs the cached scales of TransformerLens' own norms, which a wrapped model doesn't have. "
+                "For the logit lens use accumulated_resid(apply_ln=True), which applies the final norm"
+            )
+        if mode not in ("all", "mlp", "attn"):
+            raise InputError(f"mode={mode!r} is not known. Allowed: 'all', 'mlp', 'attn'")
+        n_layers = self.model.cfg.n_layers if self.model is not None else self._n_layers()
+        upto = n_layers if layer in (None, -1) else int(layer)
+        if incl_embeds and self.model is not None and (why := self.model.adapter.unsummed(upto)):
+            raise InputError(f"the parts don't sum to the residual stream: {why}")
+        parts = self._entering(upto + mlp_input > 0) if incl_embeds else {}
+        for i in range(upto + (mlp_input and upto < n_layers)):
+            mixers = self._mixers(i)
+            has_mlp = ("mlp_out", i) in self or (mixers == ["attn_out"] and not self._attn_only())
+            if mode != "mlp":
+                parts |= {f"{i}_{mixer}": self[mixer, i] for mixer in mixers}
+            if mode != "attn" and i < upto and has_mlp:
+                parts[f"{i}_mlp_out"] = self["mlp_out", i]
+        if not parts or (mode == "mlp" and upto and all("mlp" not in name for name in parts)):
+            what = f"mode={mode!r} up to layer {upto}{self._absent(('mlp_out', 0))}"
+            raise InputError(f"no part of the residual stream is left for {what}")
+        stacked = _stacked([self._at(part, pos_slice) for part in parts.values()])
+        return (stacked, list(parts)) if return_labels else stacked
+
+    def _entering(self, block: bool) -> dict[str, Tensor]:
+        """What the sum starts from: the embedding, what is added to it, and the norm that block 0 begins with."""
+        parts, resid = {"embed": self["hook_embed"]}, self["resid_pre", 0]
+        if parts["embed"].shape != resid.shape:
+            raise InputError(
+                f"hook_embed has shape {tuple(parts['embed'].shape)}, the residual stream {tuple(resid.shape)}: the model "
+                "projects one onto the other, so the embedding is no part of the sum. Give incl_embeds=False"
+            )
+        rest = resid - parts["embed"]
+        if "hook_pos_embed" in self.cache_dict or bool(rest.any()):
+            parts["pos_embed"] = rest
+        if block and self.model is not None and self.model.adapter.renormed(0):
+            parts["0_pre_ln"] = (
+                self["resid_mid", 0] - resid - sum(self[mixer, 0] for mixer in self._mixers(0))
+            )
+        return parts
+
+    def _mixers(self, layer: int) -> list[str]:
+        """What stands before the MLP in a block: attention, a mixer, or the two side by side."""
+        kinds, model = ("mixer_out", "attn_out"), self.model
+        if model is None:
+            found = {k: self._name((k, layer)) for k in kinds if (k, layer) in self}
+        else:
+            named = {k: model.alias(f"blocks.{layer}.hook_{k}") for k in kinds}
+            found = {k: name for k, name in named.items() if name in model.hook_dict}
+        # In attention blocks of hybrids both are names of one point.
+        both = len({*found.values()}) > 1
+        return list(found) if both or list(found) == ["mixer_out"] else ["attn_out"]
+
+    def _attn_only(self) -> bool:
+        return self.model is not None and self.model.cfg.attn_only
+
+    def _at(self, part: Tensor, pos: Slice) -> Tensor:
+        return slice_positions(part, pos, 1 if self.has_batch_dim else 0)
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    """On the device of the last, where a model is spread over several."""
+    return torch.stack([part.to(parts[-1].device) for part in parts])

@@ -1,0 +1,599 @@
+"""HookedModel: one surface over every architecture for running a model with hooks and caches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from probelens.errors import InputError, UnknownHookError
+from probelens.hooks.adapter import Adapter, ModelConfig, StopForward
+from probelens.hooks.cache import ActivationCache, Slice
+from probelens.hooks.eager import eager
+from probelens.hooks.inputs import described
+from probelens.hooks.lens import LensMethods
+from probelens.hooks.names import NamesFilter
+from probelens.hooks.points import HookPoint
+from probelens.hooks.recording import recorders, without_batch
+from probelens.hooks.switchboard import Direction, Entry, HookFn, Switchboard, check_fired
+from probelens.hooks.trials import chained
+
+if TYPE_CHECKING:
+    from probelens.hooks.verify import VerifyReport
+
+__all__ = ["HookSpec", "HookedModel", "NamesFilter"]
+
+HookSpec = tuple["str | HookPoint | Callable[[str], bool] | Iterable[str]", HookFn]
+"""A pair of a name, glob, list, predicate or `HookPoint`, and a hook."""
+ReturnType = Literal["logits", "loss", "both"] | None
+
+
+class HookedModel(LensMethods):
+    """A model with hook points, made by ``probelens.wrap`` or ``probelens.load``.
+
+    The user's module stays what it is: same class, same state dict, same results. PyTorch hooks
+    stand on it only while a call that needs them runs.
+
+    Args:
+        module: The user's module.
+        adapter: What the architecture says about itself.
+    """
+
+    def __init__(self, module: nn.Module, adapter: Adapter) -> None:
+        super().__init__(module, adapter)
+        self._board = Switchboard(module, adapter)
+        self._added: list[Entry] = []
+        self._chained: dict[int, bool] = {}
+
+    def __repr__(self) -> str:
+        return (
+            f"HookedModel({type(self.module).__name__}, adapter={self.adapter.name!r}, "
+            f"n_layers={self.cfg.n_layers}, d_model={self.cfg.d_model}, {len(self._points)} hook points)"
+        )
+
+    # -- what the model is ------------------------------------------------------------------------
+
+    @property
+    def cfg(self) -> ModelConfig:
+        """Sizes of the model; ``device`` and ``dtype`` are those of now."""
+        cfg = self.adapter.cfg
+        cfg.device = self.adapter.device()
+        cfg.dtype = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), cfg.dtype)
+        return cfg
+
+    # -- running ------------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        inputs: Any,
+        return_type: ReturnType = "logits",
+        stop_at_layer: int | None = None,
+        start_at_layer: int | None = None,
+        attention_mask: Tensor | None = None,
+        loss_per_token: bool = False,
+        **kw: Any,
+    ) -> Any:
+        """Run the model.
+
+        Args:
+            inputs: Tokens (batch, pos); a string or strings; or a mapping of keyword arguments.
+                With ``start_at_layer``, the residual entering that block (batch, pos, d_model).
+            return_type: "logits", "loss" (mean next-token cross-entropy in nats), "both", or None.
+            stop_at_layer: Return the residual entering this block; the rest doesn't run.
+                ``n_layers`` gives the residual after the last block; negative counts from the end.
+            start_at_layer: Skip the blocks before this one.
+            attention_mask: 1 for real tokens, 0 for padding. (batch, pos)
+            loss_per_token: The loss of each prediction, (batch, pos − 1), instead of their mean.
+            **kw: Passed to the module's forward.
+
+        Returns:
+            Logits (batch, pos, d_vocab), a loss (), both, None, or the residual.
+
+        Raises:
+            InputError: A token outside the vocabulary, text without a tokenizer.
+            UnknownHookError: A layer out of range.
+            HookNotFiredError: A hook of ``add_hook`` that this run should have reached.
+        """
+        start, stop = (
+            self._layer(start_at_layer, "start_at_layer"),
+            self._layer(stop_at_layer, "stop_at_layer"),
+        )
+        if start and not self.chained(start):
+            raise InputError(
+                f"start_at_layer={start}: in this {type(self.module).__name__} the residual entering block {start} is "
+                "not all that the rest depends on (something goes around the blocks), so a run from there would be "
+                "wrong. Run from the tokens."
+            )
+        added = [e for e in self._added if e.here() and self._reached(e.point, start, stop)]
+        before = [e.fired + e.attached for e in added]
+        out = self._forward(inputs, return_type, start, stop, attention_mask, kw, loss_per_token)
+        silent = [e for e, count in zip(added, before, strict=True) if e.fired + e.attached == count]
+        if silent:
+            check_fired([_unfired(e) for e in silent])
+        return out
+
+    def _forward(
+        self, inputs: Any, return_type: ReturnType, start: int | None, stop: int | None,
+        mask: Tensor | None, extra: dict[str, Any], per_token: bool = False,
+    ) -> Any:  # fmt: skip
+        if return_type not in ("logits", "loss", "both", None):
+            raise InputError(
+                f"return_type {return_type!r} is not known. Allowed: 'logits', 'loss', 'both', None"
+            )
+        call = self._call(inputs, mask, start, dict(extra))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(eager())
+            if stop is not None:
+                stack.enter_context(self.adapter.stopping_at(stop))
+            if start is not None:
+                with self._board.muted():
+                    starting = self.adapter.starting_at(start, inputs.to(self.adapter.device()))
+                    stack.enter_context(starting)
+            try:
+                raw = self.adapter.run(call)
+            except StopForward as stopped:
+                return stopped.resid
+        if return_type is None:
+            return None
+        logits = self.adapter.output(raw)
+        if return_type == "logits":
+            return logits
+        loss = self.adapter.loss(logits, call, per_token)
+        return loss if return_type == "loss" else (logits, loss)
+
+    def _layer(self, layer: int | None, what: str) -> int | None:
+        if layer is None:
+            return None
+        n = self.adapter.cfg.n_layers
+        if not isinstance(layer, int) or not -n <= layer <= n:
+            raise UnknownHookError(
+                f"{what}={layer!r}: this {type(self.module).__name__} has {n} blocks, allowed are {-n} to {n}"
+            )
+        return layer + n if layer < 0 else layer
+
+    def _reached(self, point: HookPoint, start: int | None, stop: int | None) -> bool:
+        """Whether a run from block ``start`` to block ``stop`` comes by this point."""
+        n = self.adapter.cfg.n_layers
+        if point.name.startswith("blocks."):
+            layer = point.layer()
+        elif point.name in self._points:
+            layer = -1 if point.name in ("hook_embed", "hook_pos_embed") else n
+        else:
+            inside = self.adapter.blocks_with(point.module)
+            if not inside:
+                return start is None and stop is None
+            layer = inside[0]
+        return (start is None or layer >= start) and (stop is None or layer < stop)
+
+    def _entries(
+        self,
+        specs: Iterable[HookSpec],
+        dir: Direction,
+        start: int | None = None,
+        stop: int | None = None,
+        **kw: Any,
+    ) -> list[Entry]:
+        entries: list[Entry] = []
+        for spec in specs:
+            if not isinstance(spec, (tuple, list)) or len(spec) != 2 or not callable(spec[1]):
+                raise InputError(f"a hook is a pair (name, function), got {spec!r}")
+            entries += [Entry(point, spec[1], dir, **kw) for point in self._wanted(spec[0], start, stop)]
+        return entries
+
+    @contextlib.contextmanager
+    def hooks(
+        self,
+        fwd_hooks: Iterable[HookSpec] = (),
+        bwd_hooks: Iterable[HookSpec] = (),
+        reset_hooks_end: bool = True,
+        clear_contexts: bool = False,
+    ) -> Iterator[HookedModel]:
+        """Hooks that stay while the block lasts, also for ``model.module.generate(...)``.
+
+        Args:
+            fwd_hooks: Pairs (name, fn); fn(tensor, hook) returns a tensor or None for no change.
+            bwd_hooks: The same on gradients.
+            reset_hooks_end: False keeps the hooks until ``reset_hooks``.
+            clear_contexts: Empty each hook point's ``ctx`` at the end.
+
+        Yields:
+            This model.
+
+        Raises:
+            HookNotFiredError: At the end of a block that ended well, for a hook never called.
+        """
+        entries = [*self._entries(fwd_hooks, "fwd"), *self._entries(bwd_hooks, "bwd")]
+        self._board.add(entries)
+        kept = False
+        try:
+            yield self
+            check_fired(entries)
+            if not reset_hooks_end:
+                kept = True
+                self._added += entries
+        finally:
+            if not kept:
+                self._board.remove(entries)
+            if clear_contexts:
+                for entry in entries:
+                    entry.point.ctx.clear()
+
+    def run_with_hooks(
+        self,
+        inputs: Any,
+        fwd_hooks: Iterable[HookSpec] = (),
+        bwd_hooks: Iterable[HookSpec] = (),
+        reset_hooks_end: bool = True,
+        clear_contexts: bool = False,
+        return_type: ReturnType = "logits",
+        stop_at_layer: int | None = None,
+        start_at_layer: int | None = None,
+        remove_batch_dim: bool = False,
+        **kw: Any,
+    ) -> Any:
+        """Run once with hooks.
+
+        Backward hooks stay attached to what this call returns, so a later ``.backward()`` on it
+        calls them.
+
+        Args:
+            inputs: As for calling the model.
+            fwd_hooks: Pairs (name, fn). A name may be a glob, a list or a predicate.
+            bwd_hooks: The same on gradients.
+            reset_hooks_end: False keeps the hooks until ``reset_hooks``.
+            clear_contexts: Empty each hook point's ``ctx`` at the end.
+            return_type: As for calling the model.
+            stop_at_layer: As for calling the model; patterns then mean the points before it.
+            start_at_layer: As for calling the model; patterns then mean the points from it on.
+            remove_batch_dim: Call the hooks without the batch axis, which must have size 1.
+            **kw: Passed to the module's forward.
+
+        Returns:
+            As calling the model does: logits (batch, pos, d_vocab), a loss (), both, None, or the
+            residual.
+
+        Raises:
+            HookNotFiredError: A hook was not called.
+            ShapeError: A hook returned another shape than it got.
+        """
+        if remove_batch_dim:
+            fwd_hooks, bwd_hooks = without_batch(fwd_hooks), without_batch(bwd_hooks)
+        part = (start_at_layer, stop_at_layer)
+        entries = [*self._entries(fwd_hooks, "fwd", *part), *self._entries(bwd_hooks, "bwd", *part)]
+        self._board.add(entries)
+        kept = False
+        try:
+            out = self(inputs, return_type, stop_at_layer, start_at_layer, **kw)
+            check_fired(entries, backward=False)
+            if not reset_hooks_end:
+                kept = True
+                self._added += entries
+        finally:
+            if not kept:
+                self._board.remove(entries)
+                # The graph of the output still holds them: a later backward pass calls them.
+                for entry in entries:
+                    entry.active = entry.dir == "bwd"
+            if clear_contexts:
+                for entry in entries:
+                    entry.point.ctx.clear()
+        return out
+
+    def run_with_cache(
+        self,
+        inputs: Any,
+        names_filter: NamesFilter = None,
+        stop_at_layer: int | None = None,
+        start_at_layer: int | None = None,
+        pos_slice: Slice = None,
+        device: torch.device | str | None = None,
+        remove_batch_dim: bool = False,
+        incl_bwd: bool = False,
+        return_type: ReturnType = "logits",
+        return_cache_object: bool = True,
+        dtype: torch.dtype | None = None,
+        reset_hooks_end: bool = True,
+        clear_contexts: bool = False,
+        **kw: Any,
+    ) -> tuple[Any, ActivationCache]:
+        """Run once and keep activations.
+
+        The cache holds copies, so neither a hook that writes in place nor the model itself can
+        change them afterwards. Hooks that are in place when this is called come first: their
+        edits are seen.
+
+        Args:
+            inputs: As for calling the model.
+            names_filter: None for every hook point, a name, a glob, an iterable of these, or a
+                predicate on names.
+            stop_at_layer: As for calling the model; patterns then mean the points before it.
+            start_at_layer: As for calling the model; patterns then mean the points from it on.
+            pos_slice: Positions to keep: int, slice, list or (start, stop).
+            device: Where the copies go; None leaves them where they are.
+            remove_batch_dim: Remove the batch axis, which must have size 1.
+            incl_bwd: Call ``.backward()`` on the output (a scalar: ``return_type="loss"``) and keep
+                the gradients as ``name + "_grad"``.
+            return_type: As for calling the model.
+            return_cache_object: False gives a plain dict.
+            dtype: Dtype of the copies; None keeps the model's.
+            reset_hooks_end: Taken so that calls written for TransformerLens run; the hooks that record
+                never stay.
+            clear_contexts: Taken for the same reason, and without effect.
+            **kw: Passed to the module's forward.
+
+        Returns:
+            The output, and an ActivationCache of (batch, pos, ...) tensors.
+
+        Raises:
+            UnknownHookError: A name or pattern that fits nothing.
+            HookNotFiredError: A point asked for was not reached.
+            InputError: ``incl_bwd`` with an output that is not one number.
+        """
+        points = self._wanted(names_filter, start_at_layer, stop_at_layer)
+        cache, fwd, bwd = recorders(points, incl_bwd, device, dtype, pos_slice)
+        entries = [*fwd, *bwd]
+        with self._board.listening(entries):
+            out = self(inputs, return_type, stop_at_layer, start_at_layer, **kw)
+            check_fired(entries, backward=False)
+            if incl_bwd:
+                if not isinstance(out, Tensor) or out.numel() != 1:
+                    raise InputError(
+                        "incl_bwd=True calls .backward() on the output, which must be one number. "
+                        f'Use return_type="loss"; got {described(out)}'
+                    )
+                out.backward()
+                check_fired(entries)
+        order = {name: i for i, name in enumerate(self._points)}
+        done = {
+            name: torch.stack(kept, dim=1) if isinstance(kept, list) else kept for name, kept in cache.items()
+        }
+        done = dict(sorted(done.items(), key=lambda kv: order.get(kv[0].removesuffix("_grad"), len(order))))
+        result = ActivationCache(done, self)
+        if remove_batch_dim:
+            result = result.remove_batch_dim()
+        return out, (result if return_cache_object else result.cache_dict)  # type: ignore[return-value]
+
+    def get_caching_hooks(
+        self, names_filter: NamesFilter = None, incl_bwd: bool = False,
+        device: torch.device | str | None = None, remove_batch_dim: bool = False,
+        cache: dict[str, Any] | None = None, pos_slice: Slice = None,
+    ) -> tuple[dict[str, Any], list[HookSpec], list[HookSpec]]:  # fmt: skip
+        """A dict and the hooks that fill it, for use with ``hooks`` and ``run_with_hooks``.
+
+        Args:
+            names_filter: As for ``run_with_cache``.
+            incl_bwd: Keep gradients too, as ``name + "_grad"``.
+            device: Where the copies go; None leaves them where they are.
+            remove_batch_dim: Remove the batch axis, which must have size 1.
+            cache: The dict to fill; None for a new one.
+            pos_slice: Positions to keep: int, slice, list or (start, stop).
+
+        Returns:
+            The dict (name to activation), forward hooks, backward hooks. A state point's value is
+            a list with one tensor (batch, ...) a step.
+        """
+        cache = {} if cache is None else cache
+        points = self._wanted(names_filter, None, None)
+        _, fwd, bwd = recorders(points, incl_bwd, device, None, pos_slice, cache, remove_batch_dim)
+        return cache, [(e.point.name, e.fn) for e in fwd], [(e.point.name, e.fn) for e in bwd]
+
+    def _wanted(self, names: NamesFilter | HookPoint, start: int | None, stop: int | None) -> list[HookPoint]:
+        points, explicit = self.match(names)
+        if explicit or (start is None and stop is None):
+            return points
+        lo, hi = self._layer(start, "start_at_layer"), self._layer(stop, "stop_at_layer")
+        # Where a pattern fits only what this run leaves out, all of it stays, to be reported as silent.
+        return [p for p in points if self._reached(p, lo, hi)] or points
+
+    # -- hooks that stay ------------------------------------------------------------------------------
+
+    def add_hook(
+        self, name: NamesFilter | HookPoint, hook: HookFn, dir: Direction = "fwd", is_permanent: bool = False
+    ) -> None:
+        """A hook that stays until ``reset_hooks``, for every thread.
+
+        Args:
+            name: Name, glob, list, predicate or HookPoint.
+            hook: fn(tensor, hook) returning a tensor, or None for no change.
+            dir: "fwd" or "bwd".
+            is_permanent: Stay also through ``reset_hooks()``.
+
+        Raises:
+            UnknownHookError: No such point.
+            InputError: An unknown ``dir``.
+        """
+        if dir not in ("fwd", "bwd"):
+            raise InputError(f"dir={dir!r} is not known. Allowed: 'fwd', 'bwd'")
+        entries = self._entries([(name, hook)], dir, everywhere=True, permanent=is_permanent)  # type: ignore[list-item]
+        self._board.add(entries)
+        self._added += entries
+
+    def reset_hooks(
+        self, clear_contexts: bool = True, direction: Literal["fwd", "bwd", "both"] = "both",
+        including_permanent: bool = False, name: str | None = None,
+    ) -> None:  # fmt: skip
+        """Remove the hooks of ``add_hook``.
+
+        Args:
+            clear_contexts: Empty every hook point's ``ctx``.
+            direction: "fwd", "bwd" or "both".
+            including_permanent: Also those added with ``is_permanent=True``.
+            name: Only those at this hook point.
+
+        Raises:
+            InputError: An unknown direction.
+        """
+        if direction not in ("fwd", "bwd", "both"):
+            raise InputError(f"direction={direction!r} is not known. Allowed: 'fwd', 'bwd', 'both'")
+        gone = [
+            e for e in self._added
+            if direction in ("both", e.dir) and (including_permanent or not e.permanent)
+            and name in (None, e.point.name)
+        ]  # fmt: skip
+        self._board.remove(gone)
+        self._added = [e for e in self._added if e not in gone]
+        if clear_contexts:
+            self.clear_contexts()
+
+    def has_hooks(self) -> bool:
+        """Whether hooks are in place that a call from this thread would reach."""
+        return any(self._board.listeners(name) for name in self._board.entries)
+
+    def can_skip(self) -> bool:
+        """Whether ``start_at_layer`` and ``stop_at_layer`` reach every block and the readout."""
+        return self.adapter.can_skip()
+
+    def chained(self, layer: int) -> bool:
+        """Whether the residual entering a block is all that the rest of the model depends on.
+
+        It isn't where something goes around the blocks, such as a connection from an early layer to
+        the output. Tried once with random tokens and remembered.
+
+        Args:
+            layer: Block; ``n_layers`` for what follows the last one.
+
+        Returns:
+            False if a run that starts there gives other logits than a full one. True where no trial
+            could be made: a model that random tokens alone don't run.
+        """
+        if layer not in self._chained:
+            self._chained[layer] = chained(self, layer)
+        return self._chained[layer]
+
+    # -- the user's module ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def backend(self, kind: Literal["native", "reference"]) -> Iterator[HookedModel]:
+        """Choose which forward runs inside the block.
+
+        Args:
+            kind: "reference" runs the instrumented forwards whether or not a hook needs them, so
+                that every condition of an experiment uses one backend; "native" the model's own
+                wherever no hook needs another.
+
+        Yields:
+            This model.
+
+        Raises:
+            InputError: An unknown kind.
+        """
+        if kind not in ("native", "reference"):
+            raise InputError(f"backend {kind!r} is not known. Allowed: 'native', 'reference'")
+        paths = self.adapter.instrumented_paths() if kind == "reference" else []
+        with self._board.instrumented(paths):
+            yield self
+
+    def verify(
+        self, inputs: Any = None, *, tolerance: float | None = None, seed: int = 0, progress: bool = False
+    ) -> VerifyReport:
+        """Try every hook point of this very model on these inputs.
+
+        Each point must fire; an edit that returns its input must change nothing; noise must change
+        the output; another run's residual stream must bring that run's output back; and nothing may
+        be left on the module.
+
+        Args:
+            inputs: Tokens, text or features; None for random tokens.
+            tolerance: Largest relative change by an identity edit; None for 1e-5 (0.05 in half precision
+                and under autocast).
+            seed: Of the noise and of the other run's tokens.
+            progress: Show a progress bar.
+
+        Returns:
+            A report: ``report.ok``, ``report.failures()``, ``report.to_dataframe()``.
+
+        Raises:
+            InputError: No inputs for a model that doesn't take tokens.
+        """
+        from probelens.hooks.verify import verify
+
+        return verify(self, inputs, tolerance=tolerance, seed=seed, progress=progress)
+
+    def edit_weights(
+        self, edits: Mapping[str, Callable[[Tensor], Tensor]]
+    ) -> contextlib.AbstractContextManager[HookedModel]:
+        """Change parameters inside a ``with`` block; they come back bit for bit, also after an exception.
+
+        Args:
+            edits: Name to function of the weight. Names are canonical
+                (``"blocks.0.mixer.conv1d.weight"``, ``"unembed.weight"``) or the user's own.
+
+        Returns:
+            A context that gives this model.
+
+        Raises:
+            UnknownHookError: No such weight.
+            ShapeError: A function that returns another shape.
+            InputError: A weight that isn't in memory.
+        """
+        from probelens.hooks.weights import edited_weights
+
+        return edited_weights(self, edits)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[HookedModel]:
+        """Eval mode inside the block; every module's own training flag comes back after it."""
+        flags = {m: m.training for m in self.adapter.modules()}
+        try:
+            self.module.eval()
+            yield self
+        finally:
+            for module, training in flags.items():
+                module.training = training
+
+    def eval(self) -> HookedModel:
+        """Put the module in eval mode."""
+        self.module.eval()
+        return self
+
+    def train(self, mode: bool = True) -> HookedModel:
+        """Put the module in training mode.
+
+        Args:
+            mode: False for eval mode.
+
+        Returns:
+            This model.
+        """
+        self.module.train(mode)
+        return self
+
+    def to(self, *args: Any, **kw: Any) -> HookedModel:
+        """Move the module, as ``torch.nn.Module.to``.
+
+        Args:
+            args: Device, dtype, or both.
+            kw: The same by name.
+
+        Returns:
+            This model.
+        """
+        self.module.to(*args, **kw)
+        return self
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The module's parameters.
+
+        Args:
+            recurse: Also those of submodules.
+
+        Yields:
+            Each parameter once.
+        """
+        return self.module.parameters(recurse)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of the module's parameters.
+
+        Args:
+            set_to_none: None instead of zeros.
+        """
+        self.module.zero_grad(set_to_none)
+
+
+def _unfired(entry: Entry) -> Entry:
+    fresh = Entry(entry.point, entry.fn, entry.dir)
+    return fresh

@@ -1,0 +1,566 @@
+"""Hooks: the switchboard that calls them at hook points, counts them and takes them away.
+
+The switchboard puts plain PyTorch hooks on the
+user's modules while somebody listens at a point, and nothing at all otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from probelens.errors import HookNotFiredError, InputError, ShapeError, noted
+from probelens.hooks.eager import eager, hold, release
+from probelens.hooks.points import HookPoint, Site, first_argument, pick, put
+
+if TYPE_CHECKING:
+    from probelens.hooks.adapter import Adapter
+
+__all__ = ["At", "HookFn", "HookPoint", "Site", "Switchboard", "Tap", "at"]
+
+HookFn = Callable[..., "Tensor | None"]
+"""A hook: `fn(tensor, hook)` returns the tensor to go on with, or None for no change."""
+Direction = Literal["fwd", "bwd"]
+
+
+@dataclass(frozen=True)
+class At:
+    """A hook function limited to some positions; made by ``at``.
+
+    Args:
+        positions: Where; negative ones count from the end.
+        fn: ``fn(tensor, hook)`` for one position: the tensor comes without its position axis.
+    """
+
+    positions: tuple[int, ...]
+    fn: HookFn
+
+    def resolve(self, length: int) -> list[int]:
+        """The positions counted from the start.
+
+        Args:
+            length: How many positions the sequence has.
+
+        Returns:
+            Numbers from 0 to ``length`` − 1.
+
+        Raises:
+            InputError: A position outside ``length``.
+        """
+        bad = [p for p in self.positions if not -length <= p < length]
+        if bad:
+            raise InputError(
+                f"position {bad[0]} asked for, but the sequence has {length} positions: "
+                f"allowed are {-length} to {length - 1}"
+            )
+        return [p % length for p in self.positions]
+
+    def __call__(self, tensor: Tensor, hook: HookPoint) -> Tensor | None:
+        if hook.pos is not None:
+            wanted = self.resolve(hook.length) if hook.length is not None else self.positions
+            return self.fn(tensor, hook=hook) if hook.pos in wanted else None
+        axis = hook.pos_axis
+        if tensor.ndim <= axis:
+            raise ShapeError(f"{hook.name!r} gives a tensor of shape {tuple(tensor.shape)}: no position axis")
+        length = tensor.shape[axis]
+        result = None
+        for p in self.resolve(length):
+            before = (tensor if result is None else result).select(axis, p)
+            given = before.clone()
+            version = _version(given)
+            new = self.fn(given, hook=hook.at(p, length))
+            if new is None:
+                # A hook may also write into what it gets.
+                if _version(given) == version and (version is not None or torch.equal(given, before)):
+                    continue
+                new = given
+            if result is None:
+                result = tensor.clone()
+            result.select(axis, p).copy_(_checked(new, before, hook))
+        return result
+
+
+def at(pos: int | Sequence[int], fn: HookFn) -> At:
+    """Limit a hook to positions, the same way for every kind of hook point.
+
+    Args:
+        pos: A position or several; negative ones count from the end.
+        fn: Hook function. It is called once for each position, with the tensor there
+            (batch, ...) and ``hook.pos`` set; None leaves that position alone.
+
+    Returns:
+        A hook function for ``run_with_hooks``, ``hooks`` and ``add_hook``. At a state point the
+        engine may run fused kernels between the positions named here.
+
+    Raises:
+        InputError: No position, or one that isn't an integer.
+
+    Examples:
+        >>> import torch
+        >>> hook = HookPoint("hook_embed", "boundary", ("batch", "pos", "d_model"), "embed")
+        >>> zero_first = at(0, lambda tensor, hook: torch.zeros_like(tensor))
+        >>> zero_first(torch.ones(1, 2, 3), hook=hook)
+        tensor([[[0., 0., 0.],
+                 [1., 1., 1.]]])
+    """
+    positions = (pos,) if isinstance(pos, int) or not isinstance(pos, Iterable) else tuple(pos)
+    if not positions or not all(isinstance(p, int) and not isinstance(p, bool) for p in positions):
+        raise InputError(f"at() needs a position or a list of positions (integers), got {pos!r}")
+    return At(positions, fn)
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often a tensor was written to; None for inference tensors, which don't count that."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _checked(new: Any, old: Tensor, hook: HookPoint) -> Tensor:
+    if not isinstance(new, Tensor):
+        raise ShapeError(
+            f"hook at {hook.name!r} returned a {type(new).__name__}. "
+            f"Return a tensor of shape {tuple(old.shape)}, or None to leave it unchanged."
+        )
+    if new.shape != old.shape:
+        axes = f" {hook.axes}" if len(hook.axes) == old.ndim else ""
+        raise ShapeError(
+            f"hook at {hook.name!r} returned shape {tuple(new.shape)}, but the point has shape "
+            f"{tuple(old.shape)}{axes}. Return that shape, or None to leave it unchanged."
+        )
+    if new.dtype == old.dtype and new.device == old.device:
+        return new
+    return new.to(device=old.device, dtype=old.dtype)
+
+
+class Entry:
+    """One hook function listening at one point, with its count of firings."""
+
+    __slots__ = ("active", "attached", "dir", "fired", "fn", "keep", "permanent", "point", "reads", "thread")
+
+    def __init__(
+        self,
+        point: HookPoint,
+        fn: HookFn,
+        dir: Direction = "fwd",
+        *,
+        everywhere: bool = False,
+        permanent: bool = False,
+        reads: bool = False,
+        keep: HookFn | None = None,
+    ) -> None:
+        self.point = point
+        self.fn = fn
+        self.dir = dir
+        self.fired = 0
+        self.attached = 0
+        self.active = True
+        self.permanent = permanent
+        # A reader returns nothing, so a whole state trajectory can be handed to it in one piece.
+        self.reads = reads
+        # Called in place of ``fn`` with a tensor that nobody else uses from now on.
+        self.keep = keep
+        self.thread = None if everywhere else threading.get_ident()
+
+    def here(self) -> bool:
+        return self.thread is None or self.thread == threading.get_ident()
+
+    def forward(self, tensor: Tensor, hook: HookPoint, spare: bool = False) -> Tensor:
+        if self.dir == "bwd":
+            return self._listen_to_gradient(tensor, hook)
+        self.fired += 1
+        fn = self.fn if self.keep is None or not spare else self.keep
+        with _named(hook):
+            new = fn(tensor, hook=hook)
+        return tensor if new is None else _checked(new, tensor, hook)
+
+    def _listen_to_gradient(self, tensor: Tensor, hook: HookPoint) -> Tensor:
+        if not tensor.requires_grad:
+            raise InputError(
+                f"backward hook asked for at {hook.name!r}, but no gradient is computed there: "
+                f"grad is {'on' if torch.is_grad_enabled() else 'off (torch.no_grad or inference_mode)'} "
+                "and the tensor doesn't require one. Turn gradients on for the parameters or the input."
+            )
+        # A view of its own makes the gradient the one of this point, not of the tensor's other uses.
+        tensor = tensor.view_as(tensor)
+        self.attached += 1
+
+        def on_gradient(grad: Tensor) -> Tensor | None:
+            if not self.active:
+                return None
+            self.fired += 1
+            with _named(hook):
+                new = self.fn(grad, hook=hook)
+            return None if new is None else _checked(new, grad, hook)
+
+        tensor.register_hook(on_gradient)
+        return tensor
+
+
+def _named(hook: HookPoint) -> contextlib.AbstractContextManager[None]:
+    """Say in the traceback of whatever a hook function raises which point it was called at, and how."""
+    return noted(lambda: f"Raised by the hook at {hook.name!r}, which was called as fn(tensor, hook=point).")
+
+
+class Tap:
+    """What an instrumented forward calls at each interior point.
+
+    Args:
+        board: The switchboard that holds the hooks.
+        names: From the forward's own short names to canonical names.
+    """
+
+    def __init__(self, board: Switchboard, names: Mapping[str, str]) -> None:
+        self._board = board
+        self._names = names
+
+    def __call__(
+        self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None
+    ) -> Tensor:
+        """Offer a tensor at a point and go on with what comes back.
+
+        Args:
+            name: Short name of the point.
+            tensor: (batch, pos, ...), or (batch, ...) at one step of a state point.
+            pos: The step, at a state point.
+            length: How many steps there are.
+
+        Returns:
+            The tensor, or what the hooks made of it; of the same shape.
+        """
+        full = self._names.get(name)
+        if full is None or full not in self._board.entries:
+            return tensor
+        return self._board.fire(full, tensor, pos, length)
+
+    def give(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
+        """Offer a tensor that the forward doesn't use again: a recorder alone at the point keeps it as it is.
+
+        Args:
+            name: Short name of the point.
+            tensor: (batch, pos, ...)
+            pos: The step, at a state point.
+            length: How many steps there are.
+
+        Returns:
+            The tensor, or what the hooks made of it; of the same shape.
+        """
+        full = self._names.get(name)
+        if full is None or full not in self._board.entries:
+            return tensor
+        return self._board.fire(full, tensor, pos, length, spare=True)
+
+    def wants(self, name: str) -> bool:
+        """Whether anybody listens at the point, in this thread.
+
+        Args:
+            name: Short name of the point.
+
+        Returns:
+            True if the tensor must be offered.
+        """
+        return bool(self._board.listeners(self._names.get(name)))
+
+    def edits(self, name: str) -> bool:
+        """Whether a listener may change the tensor; False when all of them only read.
+
+        Args:
+            name: Short name of the point.
+
+        Returns:
+            False also when nobody listens.
+        """
+        return any(not e.reads for e in self._board.listeners(self._names.get(name)))
+
+    def positions(self, name: str, length: int | None = None) -> list[int] | None:
+        """Steps at which a state point must be offered one by one: None for every step.
+
+        Somebody who reads beside somebody who edits needs every step, as edited.
+
+        Args:
+            name: Short name of the state point.
+            length: How many steps there are, to count negative positions from the end.
+
+        Returns:
+            Positions in order; None for every step.
+        """
+        found: set[int] = set()
+        for entry in self._board.listeners(self._names.get(name)):
+            if not isinstance(entry.fn, At):
+                return None
+            found.update(entry.fn.resolve(length) if length is not None else entry.fn.positions)
+        return sorted(found)
+
+
+class Switchboard:
+    """Calls hooks at the points of one module, and keeps PyTorch hooks only where somebody listens.
+
+    Args:
+        root: The wrapped module.
+        adapter: Knows the points and the instrumented forwards.
+    """
+
+    def __init__(self, root: nn.Module, adapter: Adapter) -> None:
+        self.root = root
+        self.adapter = adapter
+        self.entries: dict[str, list[Entry]] = {}
+        self._handles: dict[str, list[Any]] = {}
+        self._instruments: dict[str, tuple[int, contextlib.AbstractContextManager[None]]] = {}
+        self._lock = threading.RLock()
+        self._muted: set[int] = set()
+
+    @contextlib.contextmanager
+    def muted(self) -> Iterator[None]:
+        """Call no hook in this thread: for a run that only looks at how the model is built."""
+        thread = threading.get_ident()
+        nested = thread in self._muted
+        self._muted.add(thread)
+        try:
+            yield
+        finally:
+            if not nested:
+                self._muted.discard(thread)
+
+    def listeners(self, name: str | None) -> list[Entry]:
+        """The entries at a point that this thread's calls reach.
+
+        Args:
+            name: Canonical name; None for a point that the model doesn't advertise.
+
+        Returns:
+            Entries in the order in which they came.
+        """
+        if name is None or threading.get_ident() in self._muted:
+            return []
+        return [e for e in self.entries.get(name, ()) if e.here()]
+
+    def fire(
+        self,
+        name: str,
+        tensor: Tensor,
+        pos: int | None = None,
+        length: int | None = None,
+        spare: bool = False,
+    ) -> Tensor:
+        """Hand a tensor to every listener at a point, in the order in which they came.
+
+        Args:
+            name: Canonical name of the point.
+            tensor: The activation, in the point's axes. (batch, pos, ...), or (batch, ...) of one step
+            pos: Which step it is, at a state point.
+            length: How many steps there are.
+            spare: Whether the model doesn't use the tensor again.
+
+        Returns:
+            What the model goes on with, of the same shape.
+        """
+        listeners = self.listeners(name)
+        for entry in listeners:
+            hook = entry.point if pos is None else entry.point.at(pos, length)
+            tensor = entry.forward(tensor, hook, spare and len(listeners) == 1)
+        return tensor
+
+    def add(self, entries: Iterable[Entry]) -> None:
+        """Start listening. On an error nothing of the call stays behind.
+
+        Args:
+            entries: Functions at points.
+        """
+        added: list[Entry] = []
+        with self._lock:
+            try:
+                for entry in entries:
+                    name = entry.point.name
+                    if not self.entries:
+                        hold()
+                    first = name not in self.entries
+                    self.entries.setdefault(name, []).append(entry)
+                    added.append(entry)
+                    if first:
+                        self._install(entry.point)
+            except BaseException:
+                self.remove(added)
+                raise
+
+    def remove(self, entries: Iterable[Entry]) -> None:
+        """Stop listening, and take away what nobody needs any more.
+
+        Args:
+            entries: Those to take away; ones that aren't there are passed over.
+        """
+        with self._lock:
+            for entry in entries:
+                entry.active = False
+                name = entry.point.name
+                here = self.entries.get(name)
+                if here is None or entry not in here:
+                    continue
+                # A new list: a forward running in another thread may be walking along the old one.
+                left = [e for e in here if e is not entry]
+                if left:
+                    self.entries[name] = left
+                else:
+                    del self.entries[name]
+                    if not self.entries:
+                        release()
+                    self._uninstall(entry.point)
+
+    @contextlib.contextmanager
+    def listening(self, entries: Sequence[Entry]) -> Iterator[None]:
+        """``add`` on entering, ``remove`` on every way out.
+
+        Args:
+            entries: Functions at points.
+
+        Yields:
+            Nothing.
+        """
+        self.add(entries)
+        try:
+            yield
+        finally:
+            self.remove(entries)
+
+    @contextlib.contextmanager
+    def instrumented(self, paths: Iterable[str]) -> Iterator[None]:
+        """Run the instrumented forward of these modules whether or not anybody listens.
+
+        Args:
+            paths: Module paths.
+
+        Yields:
+            Nothing.
+        """
+        done: list[str] = []
+        with eager():
+            try:
+                for path in paths:
+                    self._instrument(path)
+                    done.append(path)
+                yield
+            finally:
+                for path in reversed(done):
+                    self._deinstrument(path)
+
+    def _install(self, point: HookPoint) -> None:
+        if point.kind == "interior":
+            self._instrument(point.module)
+            return
+        self._handles[point.name] = list(self.adapter.attach(self, point))
+
+    def _uninstall(self, point: HookPoint) -> None:
+        if point.kind == "interior":
+            self._deinstrument(point.module)
+            return
+        for handle in self._handles.pop(point.name, ()):
+            handle.remove()
+
+    def _instrument(self, path: str) -> None:
+        with self._lock:
+            count, context = self._instruments.get(path, (0, None))
+            if context is None:
+                context = self.adapter.instrument(path, Tap(self, self.adapter.tap_names(path)))
+                context.__enter__()
+            self._instruments[path] = (count + 1, context)
+
+    def _deinstrument(self, path: str) -> None:
+        with self._lock:
+            if path not in self._instruments:
+                return
+            count, context = self._instruments[path]
+            if count > 1:
+                self._instruments[path] = (count - 1, context)
+                return
+            del self._instruments[path]
+            context.__exit__(None, None, None)
+
+
+def attach_to_module(board: Switchboard, point: HookPoint) -> list[Any]:
+    """PyTorch hooks on the module at ``point.site`` that fire the point; their handles."""
+    name, site = point.name, point.site
+    assert site is not None, f"{name!r} is a boundary point without a site"
+    module = board.root.get_submodule(site.path)
+    moved: dict[int, Tensor] = {}
+
+    def fire(value: Tensor | PackedSequence) -> tuple[bool, Any]:
+        # What an interrupted forward left here must not reach the next one.
+        moved.pop(threading.get_ident(), None)
+        tensor = value if isinstance(value, Tensor) else pad_packed_sequence(value, batch_first=True)[0]
+        seen = site.to_hook(tensor) if isinstance(value, Tensor) else tensor
+        version = _version(seen)
+        new = board.fire(name, seen)
+        if new is seen:
+            # What a hook writes into a view reaches the model; what it writes into a copy is put back.
+            copied = site.scale != 1 or not isinstance(value, Tensor)
+            if not copied or (version is not None and _version(seen) == version):
+                return False, value
+        if isinstance(value, Tensor):
+            back = site.from_hook(new)
+            if site.carry is not None:
+                moved[threading.get_ident()] = back - value
+            return True, back
+        _, lengths = pad_packed_sequence(value, batch_first=True)
+        return True, pack_padded_sequence(new, lengths, batch_first=True, enforce_sorted=False)
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = site.index if site.index is not None else first_argument(args, kwargs, name)
+        if isinstance(key, int):
+            changed, new = fire(args[key])
+            return ((*args[:key], new, *args[key + 1 :]), kwargs) if changed else None
+        changed, new = fire(kwargs[key])
+        return (args, {**kwargs, key: new}) if changed else None
+
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        changed, new = fire(pick(output, site.index, name))
+        return put(output, site.index, new) if changed else None
+
+    def carry(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        delta = moved.pop(threading.get_ident(), None)
+        if delta is None:
+            return None
+        whole = pick(output, None, name)
+        return put(output, None, whole + delta.view_as(whole))
+
+    if site.side == "out":
+        return [module.register_forward_hook(after, with_kwargs=True)]
+    handles = [module.register_forward_pre_hook(before, with_kwargs=True)]
+    if site.carry is not None:
+        # Before the other hooks there: hook_resid_post must see the moved output.
+        block = board.root.get_submodule(site.carry)
+        handles.append(block.register_forward_hook(carry, with_kwargs=True, prepend=True))
+    return handles
+
+
+def check_fired(entries: Iterable[Entry], *, backward: bool = True) -> None:
+    """Raise when a hook that was asked for was never called.
+
+    Args:
+        entries: The hooks of one call or context.
+        backward: Whether a backward pass should have happened by now. Without it a backward hook
+            counts as fired once it is attached to the graph.
+
+    Raises:
+        HookNotFiredError: Names the silent points.
+    """
+    silent = [e for e in entries if not e.fired and (backward or not e.attached)]
+    if not silent:
+        return
+    if all(e.attached for e in silent):
+        reason = (
+            "the forward pass reached them but no backward pass did. "
+            "Call .backward() on something computed from them, inside the `with` block."
+        )
+    else:
+        reason = (
+            "no forward pass of the model reached them while they were in place. Check that the model "
+            "was called, what stop_at_layer and start_at_layer leave out, and whether the model calls "
+            "that module at all; model.verify(inputs) tests every point."
+        )
+    names = list(dict.fromkeys(e.point.name for e in silent))
+    shown = ", ".join(repr(n) for n in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    raise HookNotFiredError(f"{len(silent)} hook(s) did not fire, at {shown}: {reason}")

@@ -1,0 +1,212 @@
+"""``verify``: proof, on the user's own model, that every hook point fires and edits what it should."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from probelens.errors import InputError, ProbelensError
+from probelens.hooks.points import HookPoint
+from probelens.numerics.modes import autocasting
+from probelens.results.progress import progress_bar
+from probelens.results.result import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+    from probelens.hooks.model import HookedModel
+
+__all__ = ["VerifyReport", "verify"]
+
+
+@dataclass(frozen=True, eq=False)
+class VerifyReport(Result):
+    """What each hook point did.
+
+    Args:
+        rows: One a point: name, kind, fired (times), identity (largest change of the output by an
+            edit that returns its input), edit (by random noise), restored (share of another run's
+            output that its activations bring back, on the residual stream), ok, problem.
+        model: Name of the model.
+        tolerance: Largest change that an identity edit may make, relative to the output's size.
+        left_behind: Modules that still carry hooks or another forward afterwards.
+    """
+
+    rows: list[dict[str, Any]]
+    model: str
+    tolerance: float
+    left_behind: list[str]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every point passed and nothing was left behind."""
+        return not self.left_behind and all(row["ok"] for row in self.rows)
+
+    def failures(self) -> list[dict[str, Any]]:
+        """The rows that didn't pass."""
+        return [row for row in self.rows if not row["ok"]]
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """One row a point."""
+        import pandas as pd
+
+        return pd.DataFrame(self.rows)
+
+    def plot(self) -> go.Figure:
+        """How much noise at each point changes the output."""
+        import plotly.express as px
+
+        return px.bar(self.to_dataframe(), x="name", y="edit", color="ok", log_y=True)
+
+    def __str__(self) -> str:
+        bad = len(self.failures())
+        text = f"{self.model}: {len(self.rows) - bad} of {len(self.rows)} hook points pass"
+        for row in self.failures():
+            text += f"\n  {row['name']}: {row['problem']}"
+        return text + (f"\n  left behind on: {', '.join(self.left_behind)}" if self.left_behind else "")
+
+
+def verify(
+    model: HookedModel,
+    inputs: Any = None,
+    *,
+    tolerance: float | None = None,
+    seed: int = 0,
+    progress: bool = False,
+) -> VerifyReport:
+    """Try every hook point; see ``HookedModel.verify``.
+
+    Args:
+        model: The wrapped model.
+        inputs: Tokens, text or features; None for random tokens.
+        tolerance: Largest relative change by an identity edit; None for 1e-5 (0.05 in half precision and
+            under autocast).
+        seed: Of the noise and of the other run's tokens.
+        progress: Show a progress bar.
+
+    Returns:
+        One row a point, and what was left behind.
+    """
+    x, other = _two_inputs(model, inputs, seed)
+    before = left_behind(model.module)
+    dtype = model.cfg.dtype
+    if tolerance is None:
+        tolerance = 1e-5 if dtype in (torch.float32, torch.float64) and not autocasting() else 5e-2
+    rows: list[dict[str, Any]] = []
+    points = list(model.hook_dict.values())
+    with torch.no_grad(), model.evaluating(), progress_bar(len(points), "hook points", progress) as bar:
+        native = model(x)
+        target = model(other)
+        size = native.float().abs().max().item() or 1.0
+        gap = (target.float() - native.float()).norm().item()
+        for point in points:
+            rows.append(_try(model, point, x, other, native, target, size, gap, tolerance, seed))
+            bar.update(1)
+    left = [path for path in left_behind(model.module) if path not in before]
+    return VerifyReport(rows, model.cfg.model_name, tolerance, left)
+
+
+def _try(
+    model: HookedModel, point: HookPoint, x: Any, other: Any, native: Tensor, target: Tensor,
+    size: float, gap: float, tolerance: float, seed: int,
+) -> dict[str, Any]:  # fmt: skip
+    row: dict[str, Any] = {"name": point.name, "kind": point.kind, "fired": 0, "identity": None, "edit": None}
+    row.update(restored=None, ok=False, problem="", note="")
+    generator = torch.Generator().manual_seed(seed)
+
+    def same(tensor: Tensor, hook: HookPoint) -> Tensor:
+        row["fired"] += 1
+        return tensor.clone()
+
+    def noise(tensor: Tensor, hook: HookPoint) -> Tensor:
+        real = tensor[torch.isfinite(tensor) & (tensor.abs() < 1e9)]
+        scale = real.float().std().item() if real.numel() > 1 else 1.0
+        drawn = torch.randn(tensor.shape, generator=generator).to(tensor)
+        return tensor + drawn * (scale or 1.0)
+
+    try:
+        untouched = model.run_with_hooks(x, [(point.name, same)])
+        row["identity"] = (untouched - native).float().abs().max().item() / size
+        # Beside the run with the other edit, not the native one: another backend rounds in another way.
+        edited = model.run_with_hooks(x, [(point.name, noise)])
+        row["edit"] = (edited - untouched).float().abs().max().item() / size
+        if gap > 0 and _carries_everything(model, point):
+            _, cache = model.run_with_cache(other, point.name)
+            source = cache[point.name]
+            patched = model.run_with_hooks(x, [(point.name, lambda t, hook: source)])
+            row["restored"] = 1 - (target.float() - patched.float()).norm().item() / gap
+    except ProbelensError as err:
+        row["problem"] = f"{type(err).__name__}: {err}"
+        return row
+    if row["identity"] > tolerance:
+        row["problem"] = f"an edit that returns its input changes the output by {row['identity']:.2g}"
+    elif not row["edit"] > max(10 * min(row["identity"], 1e-5), 1e-7):
+        row["problem"] = "noise here doesn't change the output"
+    elif row["restored"] is not None and abs(row["restored"] - 1) > max(1e-3, 10 * tolerance):
+        found = f"patching all of it from another run restores {row['restored']:.3f} of that run, not 1"
+        if _goes_around(model, point, other, source):
+            # True of the model, not a fault of the hook: the residual is not all that it passes on.
+            row["note"] = f"{found}: something goes around this block"
+        else:
+            row["problem"] = found
+    row["ok"] = not row["problem"]
+    return row
+
+
+def _carries_everything(model: HookedModel, point: HookPoint) -> bool:
+    """Whether all that the rest of the model sees of the input passes this point."""
+    if not point.name.endswith((".hook_resid_pre", ".hook_resid_post")):
+        return False
+    return not model.adapter.rereads(point.layer() + point.name.endswith("post"))
+
+
+def _goes_around(model: HookedModel, point: HookPoint, x: Any, resid: Tensor) -> bool:
+    """Whether what follows reads something else too than the residual at this point."""
+    after = point.layer() + point.name.endswith("hook_resid_post")
+    if not model.can_skip():
+        return False
+    entering = model(x, stop_at_layer=after)
+    return entering.shape != resid.shape or not torch.equal(entering, resid) or not model.chained(after)
+
+
+def _two_inputs(model: HookedModel, inputs: Any, seed: int) -> tuple[Any, Any]:
+    """The inputs, and others of the same shape."""
+    vocab = model.cfg.d_vocab
+    generator = torch.Generator().manual_seed(seed)
+    if inputs is None:
+        if not vocab:
+            raise InputError("this model takes no tokens, so verify() needs inputs: model.verify(tensor)")
+        inputs = torch.randint(vocab, (2, 8), generator=generator)
+    if (
+        isinstance(inputs, (str, list))
+        and model.tokenizer is not None
+        and all(isinstance(t, str) for t in inputs)
+    ):
+        inputs = model.to_tokens(inputs)
+    if not isinstance(inputs, Tensor):
+        try:
+            inputs = torch.as_tensor(inputs)
+        except (TypeError, ValueError, RuntimeError) as err:
+            raise InputError(
+                f"verify() needs tokens, features, or text and a tokenizer, got {inputs!r}"
+            ) from err
+    if not inputs.numel():
+        raise InputError("verify() needs inputs that aren't empty; without any it makes its own")
+    if inputs.is_floating_point():
+        return inputs, torch.randn(inputs.shape, generator=generator).to(inputs)
+    inputs = inputs[None] if inputs.ndim == 1 else inputs
+    shift = torch.randint(1, vocab, inputs.shape, generator=generator).to(inputs.device)
+    return inputs, (inputs + shift) % vocab
+
+
+def left_behind(module: nn.Module) -> list[str]:
+    """Paths of modules with hooks on them or a forward of their own."""
+    return [
+        path or "(the model itself)"
+        for path, m in module.named_modules()
+        if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or "forward" in m.__dict__
+    ]

@@ -1,0 +1,120 @@
+"""``wrap`` a model one has, or ``load`` one by name: the two ways to a HookedModel."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from probelens.errors import AdapterNotFoundError, InputError
+from probelens.hooks.model import HookedModel
+from probelens.hooks.registry import find_adapter
+from probelens.hooks.unwrap import unwrap
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["load", "wrap"]
+
+
+def wrap(module: Any, adapter: str | None = None, **options: Any) -> HookedModel:
+    """A HookedModel over a model of yours, which stays as it is.
+
+    Args:
+        module: A transformers model, a module with an ``nn.LSTM``/``nn.GRU``, a TransformerLens or
+            nnsight model, or any module whose list of blocks you name with ``blocks=``. Of a compiled
+            model, a ``DataParallel`` or a PEFT model with LoRA or its like, the model inside.
+        adapter: Name of the adapter; None to find it.
+        **options: For the adapter: ``tokenizer=``, and for the generic one ``blocks=``, ``embed=``,
+            ``ln_final=``, ``unembed=`` (module paths).
+
+    Returns:
+        The hooked model. Wrapping costs nothing until hooks are used.
+
+    Raises:
+        AdapterNotFoundError: No adapter knows the module, or ``adapter`` isn't installed.
+        InputError: An option that the adapter doesn't take, a path the module doesn't have, or a
+            wrapper that does more than run the model (prompt tuning, TorchScript, sharded weights).
+
+    Examples:
+        >>> import torch
+        >>> stack = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        >>> model = wrap(torch.nn.ModuleDict({"layers": stack}), blocks="layers")
+        >>> model.cfg.n_layers
+        2
+    """
+    if isinstance(module, HookedModel):
+        return module
+    if isinstance(module, (str, os.PathLike)):
+        raise AdapterNotFoundError(f"wrap() takes a model; to load one by name use pl.load({str(module)!r})")
+    if isinstance(module, type):
+        raise AdapterNotFoundError(
+            f"wrap() takes a model, not the class {module.__name__}: make one first, {module.__name__}(...)"
+        )
+    options = {k: v for k, v in options.items() if v is not None}
+    module = unwrap(module)
+    return find_adapter(module, adapter, options).wrap(module, **options)
+
+
+def load(
+    name: str | os.PathLike[str],
+    *,
+    adapter: str | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | str | None = None,
+    trust_remote_code: bool = False,
+    **kw: Any,
+) -> HookedModel:
+    """Load a model from the Hugging Face hub or a folder, in eval mode, and wrap it.
+
+    Args:
+        name: Hub id such as ``"EleutherAI/pythia-160m"``, a folder written by
+            ``save_pretrained``, a folder of a formal model of ``probelens.models``, or any of these
+            with a checkpoint in mamba-ssm's own format, which is read into transformers' class.
+        adapter: Name of the adapter; None to find it.
+        device: Where the model goes.
+        dtype: Dtype to load in; None for the checkpoint's own choice.
+        trust_remote_code: Run code that comes with the checkpoint. Off unless asked for.
+        **kw: For ``AutoModelForCausalLM.from_pretrained``, such as ``revision=``.
+
+    Returns:
+        The hooked model, with its tokenizer if it has one.
+
+    Raises:
+        InputError: No such model, or it can't be read.
+        StoreError: A formal model's file that is damaged.
+    """
+    if not isinstance(name, (str, os.PathLike)):
+        raise InputError(
+            f"load() needs a hub id or a folder, got a {type(name).__name__}. A model that is in memory goes to pl.wrap()"
+        )
+    text = os.fspath(name)
+    if not text:
+        raise InputError("load() needs a hub id or a folder, got an empty name")
+    place = Path(text)
+    if place.exists():
+        from probelens import models
+
+        configs = ("config.json", "adapter_config.json")
+        if models.is_checkpoint(place) or not any((place / name).is_file() for name in configs):
+            return wrap(models.load(_formal(place), device=device), adapter)
+    elif place.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1 or text.endswith("/"):
+        raise InputError(
+            f"there is no folder {text!r}. Give a folder that holds a model, or a hub id such as 'org/name'"
+        )
+    from probelens.adapters.hf.decoder import load_pretrained
+
+    module, tokenizer = load_pretrained(
+        text, device=device, dtype=dtype, trust_remote_code=trust_remote_code, **kw
+    )
+    return wrap(module, adapter, tokenizer=tokenizer)
+
+
+def _formal(place: Path) -> Path:
+    """The file or folder of a formal model; without one there, nothing to load."""
+    if place.is_dir() and not (place / "model.safetensors").is_file():
+        raise InputError(
+            f"the folder {str(place)!r} holds no model: neither config.json (written by save_pretrained) nor "
+            "model.safetensors (of a formal model)."
+        )
+    return place

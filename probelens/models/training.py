@@ -1,0 +1,320 @@
+"""One training loop for formal models: fresh data every step, killed at any moment, resumed bit for bit.
+
+What step i sees follows from the seed, i and the state before it, so a run that was killed and
+resumed ends with the weights of one that was not. The state is one file, replaced atomically.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from probelens.errors import InputError
+from probelens.models.build import n_params
+from probelens.models.evaluation import (
+    Backend,
+    EvalResult,
+    check_vocabulary,
+    evaluate,
+    label_slices,
+    unwrap,
+)
+from probelens.models.training_run import Interrupts, Run
+from probelens.numerics.modes import differentiable
+from probelens.results.progress import progress_bar
+from probelens.results.result import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+    from probelens.tasks.base import Task
+
+__all__ = ["EvalResult", "TrainConfig", "TrainResult", "evaluate", "train"]
+
+# The least value of each whole number, and the range of each other number.
+_INTEGERS = {
+    "steps": 1,
+    "batch_size": 1,
+    "warmup": 0,
+    "decay_steps": 0,
+    "length": 1,
+    "start_length": 1,
+    "grow_by": 1,
+    "eval_every": 1,
+    "eval_sequences": 1,
+    "seed": 0,
+    "checkpoint_every": 1,
+    "threads": 1,
+}
+_NUMBERS = {
+    "lr": (1e-12, 1e6),
+    "weight_decay": (0.0, 1e6),
+    "clip": (1e-12, 1e12),
+    "target_accuracy": (0.0, 1.0),
+    "grow_at": (0.0, 1.0),
+}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How to train. Everything but `checkpoint_every` and `threads` is part of a run's identity.
+
+    The learning rate rises over `warmup` steps, stays, and falls linearly to zero over the last
+    `decay_steps`, which begin once the held-out accuracy reaches the target, or in time for `steps`.
+
+    Args:
+        steps: Most steps to take, decay included.
+        batch_size: Sequences per step.
+        lr: Peak learning rate.
+        betas: AdamW's decay rates.
+        weight_decay: AdamW's weight decay.
+        clip: Largest norm of the gradient.
+        warmup: Steps of linear warm-up.
+        target_accuracy: Held-out accuracy at the full length that begins the decay; None trains
+            for all `steps`.
+        decay_steps: Steps of linear decay.
+        length: Full sequence length, BOS excluded.
+        start_length: Length of the first batches; None starts at the full length. Each batch
+            that the model gets right at more than `grow_at` makes the next ones `grow_by` longer.
+        grow_by: See `start_length`.
+        grow_at: See `start_length`.
+        eval_every: Steps between evaluations on held-out sequences.
+        eval_sequences: Number of held-out sequences.
+        seed: Fixes the data. The initial weights have their own seed, in `FormalConfig`.
+        checkpoint_every: Steps between checkpoints.
+        threads: CPU threads while training; None leaves torch's setting. Equal bits need equal
+            thread counts.
+
+    Raises:
+        InputError: A value out of range.
+    """
+
+    steps: int = 2000
+    batch_size: int = 64
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.98)
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    warmup: int = 100
+    target_accuracy: float | None = 0.99
+    decay_steps: int = 100
+    length: int = 40
+    start_length: int | None = 6
+    grow_by: int = 2
+    grow_at: float = 0.98
+    eval_every: int = 50
+    eval_sequences: int = 256
+    seed: int = 0
+    checkpoint_every: int = 100
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        optional = ("target_accuracy", "start_length", "threads")
+        for name, least in _INTEGERS.items():
+            value = getattr(self, name)
+            if value is None and name in optional:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise InputError(
+                    f"TrainConfig: {name} must be an integer of at least {least}, not {value!r}."
+                )
+        for name, (low, high) in _NUMBERS.items():
+            value = getattr(self, name)
+            if value is None and name in optional:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                raise InputError(f"TrainConfig: {name} must be a number from {low} to {high}, not {value!r}.")
+        betas = self.betas
+        if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0 <= b < 1 for b in betas):
+            raise InputError(f"TrainConfig: betas must be two numbers in [0, 1), not {betas!r}.")
+        object.__setattr__(self, "betas", tuple(betas))
+        if self.start_length is not None and self.start_length > self.length:
+            raise InputError(
+                f"TrainConfig: start_length={self.start_length} is beyond length={self.length}. "
+                "Choose a shorter start, or None for no curriculum."
+            )
+        if self.decay_steps >= self.steps:
+            raise InputError(
+                f"TrainConfig: decay_steps={self.decay_steps} leaves nothing of steps={self.steps}. "
+                "Choose fewer decay steps."
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON-able values."""
+        return {**dataclasses.asdict(self), "betas": list(self.betas)}
+
+
+@dataclass(frozen=True)
+class TrainResult(Result):
+    """What a training run did.
+
+    Args:
+        task: Name of the task.
+        labels: Labels the model was trained on.
+        steps: Steps taken.
+        reached: Whether the held-out accuracy met the target; False without a target.
+        accuracy: Held-out accuracy at the full length after the last step.
+        length: The training length.
+        n_params: Trainable parameters.
+        seconds: Wall time over all sessions of the run.
+        cpu_seconds: CPU time of the process over all sessions.
+        config: The TrainConfig's fields.
+        history: One row per evaluation: step, length (of the curriculum), lr, loss and train_accuracy
+            (means over the steps since the row before), accuracy (held out, full length), phase.
+    """
+
+    task: str
+    labels: list[str]
+    steps: int
+    reached: bool
+    accuracy: float
+    length: int
+    n_params: int
+    seconds: float
+    cpu_seconds: float
+    config: dict[str, Any]
+    history: list[dict[str, Any]]
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """The history, one row per evaluation."""
+        import pandas as pd
+
+        return pd.DataFrame([{"task": self.task, **row} for row in self.history])
+
+    def plot(self) -> go.Figure:
+        """Loss and accuracy, in training and held out, against the step."""
+        from probelens.results.plots import training_curve
+
+        rows = [
+            {**row, "accuracy held out": row["accuracy"], "accuracy in training": row["train_accuracy"]}
+            for row in self.history
+        ]
+        return training_curve(
+            rows,
+            y=("loss", "accuracy in training", "accuracy held out"),
+            target=self.config["target_accuracy"],
+            title=f"Training on {self.task}",
+        )
+
+
+def train(
+    model: Any,
+    task: Task,
+    *,
+    config: TrainConfig | None = None,
+    label: str | Sequence[str] | None = None,
+    checkpoint_dir: str | os.PathLike[str] | None = None,
+    resume: bool = True,
+    progress: bool | Callable[[dict[str, Any]], None] = True,
+    backend: Backend = None,
+) -> TrainResult:
+    """Train a model, in place, to name a label of the task at every position.
+
+    The loss is the cross-entropy of the label at t given the tokens up to t, averaged over the positions
+    that the task's mask counts; with several labels, the sum of one cross-entropy per range of logits. Every
+    step draws a fresh batch.
+
+    With `checkpoint_dir` the run saves itself there and, called again with the same arguments, goes
+    on where it was killed, or returns at once when it was finished. On a CPU, at equal thread counts, the
+    weights equal those of an uninterrupted run bit for bit (models without dropout).
+
+    Args:
+        model: A module that maps tokens (batch, pos) to logits (batch, pos, vocab), or a HookedModel
+            around one. Left in eval mode.
+        task: Draws batches and labels.
+        config: How to train; `TrainConfig()` when None.
+        label: What to train on; the task's target when None. Several labels take consecutive
+            ranges of the logits, in the order given.
+        checkpoint_dir: Folder of the run: `train.safetensors` while it runs; with it, at the end,
+            `model.safetensors` for a formal model, which `probelens.models.load` reads.
+        resume: False starts at step 0 and replaces a checkpoint of this same run.
+        progress: True shows a bar where there is a terminal or a notebook; a function is called after each
+            step with a dict of step, steps, length, loss, accuracy and phase.
+        backend: A context to train in: the name of a backend of the wrapped model ("reference"), or a
+            function that returns a context manager. None leaves the model as it is. Without the CUDA
+            kernels Mamba trains many times faster under "reference" than through transformers' own path.
+
+    Returns:
+        What happened, with the learning curve.
+
+    Raises:
+        InputError: A bad config or label, a vocabulary too small for the task, or a loss that is no
+            longer finite (nothing is saved of that step).
+        StoreError: `checkpoint_dir` holds another run, or a checkpoint that can't be read.
+        KeyboardInterrupt: Passed on after the step in progress was finished and saved.
+
+    Examples:
+        >>> import probelens as pl
+        >>> task = pl.tasks.Parity()
+        >>> model = pl.models.build(pl.models.FormalConfig.for_task("gru", task, n_layers=1, d_model=16))
+        >>> config = TrainConfig(steps=4, decay_steps=1, batch_size=8, length=6, eval_sequences=8)
+        >>> train(model, task, config=config, progress=False).steps
+        4
+    """
+    config = TrainConfig() if config is None else config
+    if not isinstance(config, TrainConfig):
+        raise InputError(f"config must be a TrainConfig, not a {type(config).__name__}.")
+    module, context = unwrap(model, backend)
+    slices = label_slices(task, label)
+    check_vocabulary(module, task, slices)
+    run = Run(module, task, config, slices, Path(checkpoint_dir) if checkpoint_dir is not None else None)
+    run.open(resume)
+    if run.done:
+        run.save_model()
+    else:
+        with (
+            _threads(config.threads), context(), differentiable(), Interrupts() as interrupts,
+            _bar(progress, run) as report,
+        ):  # fmt: skip
+            run.loop(interrupts, report)
+    module.eval()
+    return TrainResult(
+        task=task.name,
+        labels=list(slices),
+        steps=run.step,
+        reached=run.reached,
+        accuracy=run.history[-1]["accuracy"],
+        length=config.length,
+        n_params=n_params(module),
+        seconds=run.seconds,
+        cpu_seconds=run.cpu_seconds,
+        config=config.to_dict(),
+        history=run.history,
+    )
+
+
+@contextlib.contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _bar(
+    progress: bool | Callable[[dict[str, Any]], None], run: Run
+) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """What to call after each step."""
+    if callable(progress):
+        yield progress
+        return
+    with progress_bar(run.config.steps, run.task.name, progress, initial=run.step, unit="step") as bar:
+
+        def report(row: dict[str, Any]) -> None:
+            bar.total = row["steps"]
+            bar.set_postfix(length=row["length"], accuracy=f"{row['accuracy']:.3f}", refresh=False)
+            bar.update(1)
+
+        yield report

@@ -1,0 +1,1 @@
+"""Is it sufficient? Activations put in from another run."""

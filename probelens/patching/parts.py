@@ -1,0 +1,255 @@
+"""The parts that patching shares: which positions, which metric, the edit that puts values in, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from probelens.errors import InputError, ShapeError, metric_note, noted
+from probelens.hooks.model import HookedModel
+from probelens.hooks.points import HookPoint, has_positions
+from probelens.numerics.metrics import logit_diff
+from probelens.running.sweep.plan import Edit, Read
+
+Metric = Literal["logit_diff", "prob_diff"] | Callable[[Tensor, Tensor], Tensor]
+Pos = Literal["each"] | int | slice | Sequence[int] | Tensor | None
+Mode = Literal["denoise", "noise"]
+
+
+def first_order(
+    model: HookedModel, tokens: Tensor, mask: Tensor | None, names: list[str], values: dict[str, Tensor],
+    rows: Tensor, read: Read,
+) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+    """Gradient times difference at each site, summed over features: (example, pos) each; and what is read."""
+    held: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in names}
+
+    def keep(tensor: Tensor, hook: HookPoint) -> Tensor:
+        # A frozen model computes no gradient by itself; from here on one is needed.
+        tensor = tensor if tensor.requires_grad else tensor.detach().requires_grad_()
+        # A tensor of its own is what the run goes on with; the one given back unchanged may be left for another.
+        tensor = tensor.view_as(tensor)
+        held[model.alias(hook.name)].append((hook.pos or 0, tensor))
+        return tensor
+
+    logits = model.run_with_hooks(tokens, [(name, keep) for name in names], attention_mask=mask)
+    where = read.pos[rows].to(logits.device)  # type: ignore[index]
+    picked = logits.gather(1, where[..., None].expand(-1, -1, logits.shape[-1]))
+    value = read.value(picked, rows)
+    for steps in held.values():
+        # A backward direction comes by its steps from the last to the first.
+        steps.sort(key=lambda pair: pair[0])
+    every = [tensor for name in names for _, tensor in held[name]]
+    grads = iter(torch.autograd.grad(value[:, 0].sum(), every, allow_unused=True))
+    found = []
+    for name in names:
+        # A state point was called once a step; any other point once, with all positions.
+        point = model.point(name)
+        parts = []
+        of_point = [next(grads) for _ in held[name]]
+        # A state after the read position has no gradient: nothing is read from it. Elsewhere it would mean 0.
+        if all(grad is None for grad in of_point) or not (point.step or all(g is not None for g in of_point)):
+            raise InputError(
+                f"attribute() needs a gradient at {name!r}, and none comes back there: what is read doesn't depend on the "
+                "tensor that this point gives, or the model cuts the gradient (detach, no_grad) after it. Use patch() "
+                "there, or take another point"
+            )
+        for (i, tensor), grad in zip(held[name], of_point, strict=True):
+            new = values[name][rows][:, i] if point.step else values[name][rows]
+            new, old = new.to(tensor.device), tensor.detach()
+            # Equal infinities, as of masked scores, don't differ by NaN.
+            change = torch.where(new == old, 0, new - old)
+            effect = torch.zeros_like(change) if grad is None else grad * change
+            if not point.step and has_positions(point):
+                parts.append(effect.movedim(point.pos_axis, 1).flatten(2).sum(-1))
+            else:
+                parts.append(effect.flatten(1).sum(-1)[:, None])
+        found.append(torch.cat(parts, 1).cpu())
+    return found, value.detach().cpu()
+
+
+def at_column(x: Tensor, column: Tensor | None, rows: Tensor) -> Tensor:
+    if column is None:
+        return x.sum(1)
+    return x[torch.arange(len(rows)), column[rows]]
+
+
+def replace(model: HookedModel, name: str, values: Callable[[Tensor], Tensor], column: Tensor | None) -> Edit:
+    """The edit that puts ``values`` of the batch's rows in at one position of each example.
+
+    Args:
+        model: The wrapped model.
+        name: Hook point.
+        values: From examples to their activations, in the axes of the point.
+        column: The position in each example, on the point's own axis of positions; None for all. (example,)
+    """
+    data: dict[str, Tensor | Callable[[Tensor], Tensor]] = {"value": values}
+    if column is not None:
+        data["where"] = column
+
+    def step(tensor: Tensor, hook: HookPoint, value: Tensor, where: Tensor | None = None) -> Tensor | None:
+        new = value[:, hook.pos].to(tensor)
+        if where is None:
+            return new
+        chosen = torch.eq(where, hook.pos or 0).to(tensor.device).reshape(-1, *[1] * (tensor.ndim - 1))
+        return torch.where(chosen, new, tensor)
+
+    def whole(tensor: Tensor, hook: HookPoint, value: Tensor, where: Tensor | None = None) -> Tensor:
+        if value.shape[1:] != tensor.shape[1:]:
+            raise ShapeError(
+                f"can't patch {hook.name!r}: the source has shape {tuple(value.shape)}, the run {tuple(tensor.shape)}"
+            )
+        if where is None:
+            return value.to(tensor)
+        rows = torch.arange(len(tensor), device=tensor.device)
+        where, axis = where.to(tensor.device), hook.pos_axis
+        if tensor.ndim <= axis or int(where.max()) >= tensor.shape[axis]:
+            raise ShapeError(
+                f"can't patch {hook.name!r} at position {int(where.max())}: it gives a tensor of shape "
+                f"{tuple(tensor.shape)}, in which axis {axis} has the positions. Patch it with pos=None"
+            )
+        out = tensor.clone()
+        # A view: at a pattern the heads come before the (query) positions.
+        out.movedim(axis, 1)[rows, where] = value.to(tensor).movedim(axis, 1)[rows, where]
+        return out
+
+    if not model.point(name).step:
+        return Edit(name, whole, data, first=column)
+    steps = None if column is None else tuple(sorted(set(column.tolist())))
+    return Edit(name, step, data, steps, column)
+
+
+def check_positions(model: HookedModel, names: Sequence[str], columns: Sequence[Tensor | None]) -> None:
+    """Refuse points without an axis of positions where some positions are to be patched and others not.
+
+    Args:
+        model: The wrapped model.
+        names: Hook points.
+        columns: As ``columns`` gives them.
+
+    Raises:
+        InputError: Names the point and its axes.
+    """
+    if all(column is None for column in columns):
+        return
+    for name in names:
+        point = model.point(name)
+        if not has_positions(point):
+            raise InputError(
+                f"{name!r} has the axes {point.axes}, none of positions, so it can't be patched at some of them. "
+                "Patch it at all positions at once with pos=None, or take another point"
+            )
+
+
+def columns(pos: Pos, length: int, n: int) -> tuple[list[Tensor | None], list[str]]:
+    """Columns of a patch result: a position for each example, or None for all at once; and labels."""
+
+    def constant(p: int) -> Tensor:
+        if not -length <= p < length:
+            raise InputError(
+                f"position {p} asked for, but the sequences have {length}: allowed are {-length} to {length - 1}"
+            )
+        return torch.full((n,), p % length)
+
+    if pos is None:
+        return [None], ["all"]
+    if isinstance(pos, str):
+        if pos != "each":
+            raise InputError(
+                f"pos={pos!r} is not known. Allowed: None, 'each', an int, a slice, a list, a tensor"
+            )
+        pos = slice(None)
+    if isinstance(pos, Tensor) and pos.ndim == 1 and len(pos) == n and n != 0:
+        if bool(((pos < -length) | (pos >= length)).any()):
+            raise InputError(f"a position is outside the {length} positions of the sequences")
+        return [pos.long() % length], ["per example"]
+    if isinstance(pos, int):
+        wanted = [pos]
+    elif isinstance(pos, slice):
+        wanted = list(range(length))[pos]
+    elif isinstance(pos, Tensor):
+        raise ShapeError(f"pos as a tensor must be (example,) with {n} examples, got {tuple(pos.shape)}")
+    else:
+        wanted = [int(p) for p in pos]
+    if not wanted:
+        raise InputError(f"pos={pos!r} selects no position of {length}")
+    return [constant(p) for p in wanted], [str(p % length) for p in wanted]
+
+
+def read_metric(metric: Metric) -> Callable[..., Tensor]:
+    """From logits (example, 1, d_vocab) and answers (example, 2) to the metric and the logit difference. (example, 2)
+
+    The sign of the second says whose answer a run prefers, which that of a metric of the caller's own doesn't.
+    """
+    if not callable(metric) and metric not in ("logit_diff", "prob_diff"):
+        raise InputError(
+            f"metric {metric!r} is not known. Allowed: 'logit_diff', 'prob_diff', or a function "
+            "of logits (batch, d_vocab) and answers (batch, 2)"
+        )
+
+    def read(logits: Tensor, answers: Tensor) -> Tensor:
+        if callable(metric):
+            value = _custom(metric, logits[:, 0], answers)
+            return torch.stack([value, _preferred(logits[:, 0].detach(), answers).to(value.device)], 1)
+        scores = logits[:, 0].float()
+        high = int(answers.max())
+        if high >= scores.shape[-1]:
+            raise InputError(f"answer id {high} is outside the {scores.shape[-1]} logits of the model")
+        difference = logit_diff(scores, answers)
+        value = logit_diff(scores.softmax(-1), answers) if metric == "prob_diff" else difference
+        return torch.stack([value, difference], 1)
+
+    return read
+
+
+def _preferred(logits: Tensor, answers: Tensor) -> Tensor:
+    """The logit difference; 0, by which no answer is preferred, where answers are no tokens or logits are NaN."""
+    width = logits.shape[-1]
+    scores = logits.float().gather(1, answers.clamp(0, width - 1))
+    known = ((answers >= 0) & (answers < width)).all(1)
+    return torch.where(known, scores[:, 0] - scores[:, 1], 0.0).nan_to_num(0.0)
+
+
+def _custom(metric: Callable[[Tensor, Tensor], Tensor], logits: Tensor, answers: Tensor) -> Tensor:
+    with noted(lambda: metric_note(metric, "logits, answers")):
+        value = metric(logits, answers)
+    if not isinstance(value, Tensor) or value.shape != (len(logits),):
+        raise ShapeError(
+            f"metric must return one value for each example, ({len(logits)},), got "
+            f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__}"
+        )
+    return value
+
+
+def answered(clean: Tensor, corrupted: Tensor) -> Tensor:
+    """Whether both runs prefer their own right answer, from what ``read_metric`` reads of them.
+
+    Args:
+        clean: Of the clean run. (..., 2)
+        corrupted: Of the corrupted run. (..., 2)
+
+    Returns:
+        (...) bool
+    """
+    return (clean[..., 1] > 0) & (corrupted[..., 1] < 0)
+
+
+def check_pairs(pairs: Any, mode: str) -> None:
+    """Refuse what isn't PatchPairs, or an unknown mode."""
+    if mode not in ("denoise", "noise"):
+        raise InputError(f"mode {mode!r} is not known. Allowed: 'denoise', 'noise'")
+    if not hasattr(pairs, "clean") or not hasattr(pairs, "answers"):
+        raise InputError(
+            f"patching needs PatchPairs, got a {type(pairs).__name__}. Make them with task.pairs(), or "
+            "probelens.PatchPairs(clean, corrupted, edit_pos, read_pos, answers)."
+        )
+    if not len(pairs):
+        raise InputError("there is no pair to patch: clean and corrupted have no example")
+
+
+def marks(pairs: Any) -> dict[str, int]:
+    """Positions that all pairs share: where they were edited, and where the answer is read."""
+    found = {"edited": pairs.edit_pos, "read": pairs.read_pos}
+    return {name: int(pos[0]) for name, pos in found.items() if bool((pos == pos[0]).all())}

@@ -1,0 +1,215 @@
+"""What ``probe`` was given, checked and brought into one shape: (n, pos, d) activations, (n, pos) labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from probelens.errors import InputError, ShapeError
+from probelens.numerics.tensors import tensor_of
+from probelens.probing.splits import Split, copies_together, real_tokens
+
+__all__ = ["Data"]
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """Activations, labels and masks in one shape.
+
+    Args:
+        tensors: Activations by site. each (n, pos, d)
+        labels: Class ids by label. each (n, pos)
+        numbers: Numeric labels by label. each (n, pos)
+        mask: Where labels count. (n, pos)
+        groups: What a split keeps together, equal sequences included. (n,)
+        tokens: Token ids of the whole sequences, where known. (n, T)
+        at: Which of these positions the activations are of; None: all of them. (pos,)
+        layers: Place of each site on the layer axis.
+        flat: Whether activations were given as (n, d): one position each.
+    """
+
+    tensors: dict[str, Tensor]
+    labels: dict[str, Tensor]
+    numbers: dict[str, Tensor]
+    mask: Tensor
+    groups: Tensor
+    tokens: Tensor | None
+    at: Tensor | None
+    layers: dict[str, int]
+    flat: bool
+
+    @classmethod
+    def of(cls, acts: Any, labels: Any, groups: Any, mask: Any, tokens: Any) -> Data:
+        """Check everything and give it one shape; arguments as ``probe``."""
+        tensors, layers, kept = _sites(acts)
+        whole = None if tokens is None else tensor_of("tokens", tokens).cpu()
+        if kept is not None:
+            mask = acts.mask if mask is None else mask
+            whole = acts.tokens if whole is None else whole
+        flat, shape = _shape(tensors)
+        if kept is not None and len(kept) > 1 and bool((kept.diff() <= 0).any()):
+            raise InputError(
+                f"the activations are of positions {kept[:8].tolist()}, which aren't ascending, so labels could be meant in "
+                "either order. Collect them in ascending order."
+            )
+
+        def cut(values: Any) -> Tensor:
+            """Labels at all positions of sequences of which only some were collected."""
+            values = tensor_of("labels", values).cpu()
+            some = kept is not None and acts.tokens is not None and values.shape == acts.tokens.shape
+            return values[:, kept] if some and tuple(values.shape) != shape else values
+
+        mask = torch.ones(shape, dtype=torch.bool) if mask is None else cut(mask).bool()
+        if tuple(mask.shape) != shape:
+            raise ShapeError(
+                f"mask has shape {tuple(mask.shape)}, the activations {shape}: one value a position"
+            )
+        if not bool(mask.any()):
+            raise InputError("the mask is False everywhere: no label counts")
+        named = dict(labels) if isinstance(labels, Mapping) else {"label": labels}
+        if not named:
+            raise InputError("there are no labels to probe: labels is empty")
+        classes: dict[str, Tensor] = {}
+        numbers: dict[str, Tensor] = {}
+        for name, values in named.items():
+            y = _label(str(name), cut(values), mask, shape)
+            (numbers if y.is_floating_point() else classes)[str(name)] = y
+        groups = torch.arange(shape[0]) if groups is None else tensor_of("groups", groups).cpu()
+        if groups.shape != (shape[0],):
+            raise ShapeError(
+                f"groups has shape {tuple(groups.shape)}; it must be ({shape[0]},), one a sequence"
+            )
+        seen, at = _tokens(whole, kept, flat, shape)
+        if whole is not None:
+            counts = mask[:, None].expand(whole.shape) if flat else mask
+            if at is not None:
+                counts = torch.zeros(whole.shape, dtype=torch.bool)
+                counts[:, at] = mask
+            groups = copies_together(real_tokens(whole, counts), groups)
+        prepared = {site: _prepared(site, x, mask, flat) for site, x in tensors.items()}
+        if flat:
+            mask = mask[:, None]
+            classes, numbers = ({k: v[:, None] for k, v in some.items()} for some in (classes, numbers))
+        return cls(prepared, classes, numbers, mask, groups, seen, at, layers, flat)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Labels or a mask at all positions of the tokens; 0 and False where nothing was collected. (n, T)"""
+        if self.at is None or self.tokens is None:
+            return values
+        out = torch.zeros(self.tokens.shape, dtype=values.dtype)
+        out[:, self.at] = values
+        return out
+
+    def like(self, acts: Any) -> dict[str, Tensor]:
+        """Activations of another model, checked to be of the same sites and sequences. each (n, pos, d)"""
+        tensors, _, _ = _sites(acts)
+        if set(tensors) != set(self.tensors):
+            raise InputError(
+                f"untrained has the sites {sorted(tensors)}, acts {sorted(self.tensors)}: collect the same ones"
+            )
+        flat, shape = _shape(tensors)
+        mask = self.mask[:, 0] if self.flat else self.mask
+        if flat != self.flat or shape != tuple(mask.shape):
+            raise ShapeError(
+                f"untrained has (n, pos) = {shape}, acts {tuple(mask.shape)}: collect both on the same sequences"
+            )
+        return {site: _prepared(site, x, mask, flat) for site, x in tensors.items()}
+
+    def check(self, split: Split) -> None:
+        """Raise where a side of a split has no label that counts, or test has too little for an interval."""
+        for side, rows, least in (
+            ("training", split.train, 1),
+            ("validation", split.val, 1),
+            ("test", split.test, 2),
+        ):
+            found = int(self.mask[rows].any(1).sum())
+            if found < least:
+                raise InputError(
+                    f"only {found} {side} sequences have a label that counts, of {len(self.mask)} in all; "
+                    f"{least} needed. Give more sequences, other splits, or another mask."
+                )
+
+
+def _tokens(
+    tokens: Tensor | None, kept: Tensor | None, flat: bool, shape: tuple[int, ...]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Tokens for the baselines, and which of their positions the activations are of; checked."""
+    if tokens is None:
+        return None, None
+    if tokens.ndim != 2 or len(tokens) != shape[0] or not tokens.shape[1]:
+        raise ShapeError(
+            f"tokens have shape {tuple(tokens.shape)}, the activations {shape}: give (n, pos), or for activations (n, d) the "
+            "whole sequences"
+        )
+    if flat:
+        # Where in its sequence such a row stands isn't known, so tokens only keep copies together.
+        return None, None
+    if tokens.shape[1] == shape[1]:
+        return tokens, None
+    if kept is None or int(kept.max()) >= tokens.shape[1]:
+        raise ShapeError(f"tokens have shape {tuple(tokens.shape)}, the activations {shape}")
+    return tokens, kept
+
+
+def _sites(acts: Any) -> tuple[dict[str, Tensor], dict[str, int], Tensor | None]:
+    """Tensors and layers by site; and which positions were collected, for ``Activations``."""
+    layers: dict[str, int] = {}
+    kept = None
+    if isinstance(acts, Tensor):
+        tensors = {"activations": acts}
+    elif isinstance(acts, Mapping):
+        tensors = dict(acts)
+    elif hasattr(acts, "tensors"):
+        tensors, layers = dict(acts.tensors), dict(acts.layers)
+        length = next(iter(tensors.values())).shape[1] if tensors else 0
+        kept = torch.arange(length) if acts.pos is None else acts.pos
+    else:
+        raise InputError(
+            f"acts must be Activations, a dict of tensors or a tensor, got {type(acts).__name__}"
+        )
+    if not tensors:
+        raise InputError("there are no activations to probe: acts is empty")
+    return tensors, layers, kept
+
+
+def _shape(tensors: Mapping[str, Tensor]) -> tuple[bool, tuple[int, ...]]:
+    """Whether activations are (n, d), and their shape without d."""
+    flat = all(x.ndim == 2 for x in tensors.values())
+    lead = {tuple(x.shape[:1] if flat else x.shape[:2]) for x in tensors.values()}
+    if len(lead) != 1 or any(x.ndim < 2 for x in tensors.values()):
+        raise ShapeError(f"all sites must have the same (n, pos), found {sorted(lead)}")
+    return flat, lead.pop()
+
+
+def _label(name: str, y: Tensor, mask: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """One label, checked: class ids as int64, numbers as float64."""
+    if tuple(y.shape) != shape:
+        raise ShapeError(
+            f"labels {name!r} have shape {tuple(y.shape)}, the activations {shape}: one label a position"
+        )
+    kept = y[mask]
+    if y.is_floating_point():
+        if not bool(torch.isfinite(kept).all()):
+            raise InputError(f"labels {name!r} have NaN or infinite values where the mask is True")
+        if bool((kept == kept[0]).all()):
+            raise InputError(f"labels {name!r} are {float(kept[0]):g} everywhere: there is nothing to probe")
+        return y.double()
+    if int(kept.min()) < 0:
+        raise InputError(f"labels {name!r} have negative class ids where the mask is True")
+    if len(kept.unique()) < 2:
+        raise InputError(f"labels {name!r} have one class only ({int(kept[0])}): there is nothing to probe")
+    return y.long()
+
+
+def _prepared(site: str, x: Tensor, mask: Tensor, flat: bool) -> Tensor:
+    """One site's activations, checked. (n, pos, d)"""
+    x = x.detach().cpu()
+    if not bool(torch.isfinite(x[mask]).all()):
+        raise InputError(f"activations at {site!r} have NaN or infinite values where the mask is True")
+    if flat:
+        return x[:, None]
+    return x.flatten(2) if x.ndim > 3 else x

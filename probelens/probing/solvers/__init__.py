@@ -1,0 +1,1 @@
+"""What fits a probe: logistic regression and ridge, on factored data."""

@@ -1,0 +1,212 @@
+"""``profile``: readable, needed, sufficient, layer by layer: the three questions in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from probelens.ablation.ablate import AblationResult, ablate
+from probelens.errors import InputError
+from probelens.hooks.model import HookedModel
+from probelens.hooks.sites import LAYER_AXIS, need_wrapped
+from probelens.numerics.indices import READABLE, SOLVED, ProfileIndices, profile_indices
+from probelens.patching.patch import PatchResult, patch
+from probelens.probing import ProbeResult, probe
+from probelens.results.result import Result
+from probelens.running.collect import collect
+from probelens.running.sweep.plan import Read, sweep
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+__all__ = ["Profile", "profile"]
+
+WARM_UP = 20
+
+
+@dataclass(frozen=True, eq=False)
+class Profile(Result):
+    """Where one model keeps each variable of a task, and whether it uses it.
+
+    Args:
+        probes: Readability: probes at every site of the layer axis.
+        ablations: Necessity, by label.
+        patches: Sufficiency, by name of the pairs.
+        indices: Profile statistics and verdict, by label.
+        behaviour: The model's own accuracy on the target: "all", and "late" (positions over 20).
+        baseline: The best guess of each label without its state, which the indices count from.
+        task: The task's config.
+        length: Tokens in each sequence.
+        model: Name of the model.
+        extra: What the caller wants to keep with the result; saved and loaded with it.
+    """
+
+    probes: ProbeResult
+    ablations: dict[str, AblationResult]
+    patches: dict[str, PatchResult]
+    indices: dict[str, ProfileIndices]
+    behaviour: dict[str, float]
+    baseline: dict[str, float]
+    task: dict[str, Any]
+    length: int
+    model: str
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """One row a label and layer: accuracy and its baselines, drop, damage, effect, refit, verdict."""
+        import pandas as pd
+
+        rows = []
+        for row in self.probes.rows:
+            if row["control"] != "task":
+                continue
+            merged = {"model": self.model, **row}
+            ablation = self.ablations.get(row["label"])
+            if ablation is not None:
+                found = next((r for r in ablation.targets() if r["site"] == row["site"]), {})
+                for key in ("clean", "value", "drop", "damage", "effect", "effect_lo", "effect_hi", "refit_accuracy",
+                            "refit_mlp_accuracy", "verdict"):  # fmt: skip
+                    merged[key] = found.get(key)
+                merged.update(drop_lo=found.get("lo"), drop_hi=found.get("hi"))
+            rows.append(merged)
+        return pd.DataFrame(rows)
+
+    def plot(self) -> go.Figure:
+        """Probe accuracy by layer with its baselines."""
+        return self.probes.plot()
+
+
+def profile(
+    model: HookedModel,
+    task: Any,
+    *,
+    labels: Sequence[str] | None = None,
+    length: int = 40,
+    n_probe: int = 400,
+    n_ablate: int = 150,
+    n_pairs: int = 64,
+    pairs: Mapping[str, Any] | None = None,
+    untrained: HookedModel | None = None,
+    controls: int = 20,
+    refit: bool = True,
+    mlp: bool = True,
+    control_task: bool = False,
+    mdl: bool = False,
+    batch_size: int = 64,
+    seed: int = 0,
+    progress: bool = False,
+) -> Profile:
+    """Probe, ablate and patch every layer of a model that was trained on a task.
+
+    Probes are fitted on one set of sequences, ablations measured on another, and no sequence is in
+    both. The model answers ``task.target``; ``labels`` may be other variables of the task.
+
+    Args:
+        model: The wrapped model.
+        task: A task of ``probelens.tasks`` or one of your own.
+        labels: Variables to look for; the task's target if None.
+        length: Tokens in each sequence.
+        n_probe: Sequences for probes, split 60/20/20.
+        n_ablate: Sequences for ablations.
+        n_pairs: Clean/corrupted pairs, when ``pairs`` is None.
+        pairs: PatchPairs by name; None for the task's own pairs on its target; {} for no patching.
+        untrained: The same architecture at random initialisation.
+        controls: Draws of each random control of the ablations.
+        refit: Refit probes on the ablated activations.
+        mlp: The refit includes a small MLP.
+        control_task: Also probe a control task, for selectivity.
+        mdl: Also the online codelength.
+        batch_size: Sequences in one forward pass.
+        seed: Of data, splits, controls and intervals.
+        progress: Show progress bars.
+
+    Returns:
+        A Profile: ``.probes``, ``.ablations``, ``.patches``, ``.indices`` (with the verdict by label).
+
+    Raises:
+        InputError: An unknown label.
+    """
+    need_wrapped(model)
+    labels = [task.target] if labels is None else list(labels)
+    unknown = [label for label in labels if label not in task.label_names]
+    if unknown or not labels:
+        raise InputError(f"labels={labels}: this task has {list(task.label_names)}. Give some of them.")
+    data = task.splits({"probe": n_probe, "ablate": n_ablate}, length=length, seed=seed)
+    fit, held = data["probe"], data["ablate"]
+    acts = collect(model, fit, LAYER_AXIS, batch_size=batch_size, progress=progress)
+    base = None if untrained is None else collect(untrained, fit, LAYER_AXIS, batch_size=batch_size)
+    probes = probe(
+        acts, {label: fit.labels[label] for label in labels}, fit.groups, mask=fit.mask, tokens=fit.tokens,
+        untrained=base, control_task=control_task, mdl=mdl, seed=seed, progress=progress,
+    )  # fmt: skip
+    ablations = {
+        label: ablate(
+            model, held, probes, refit=refit, controls=controls, label=label, target=task.target, mlp=mlp,
+            batch_size=batch_size, seed=seed, progress=progress,
+        )
+        for label in labels
+    }  # fmt: skip
+    if pairs is None:
+        pairs = {task.target: task.pairs(n_pairs, length=length, seed=seed)}
+    patches = {
+        name: patch(model, some, LAYER_AXIS, pos="each", batch_size=batch_size, progress=progress)
+        for name, some in pairs.items()
+    }
+    behaviour = _behaviour(model, held, task.target, batch_size)
+    baseline: dict[str, float] = {}
+    indices: dict[str, ProfileIndices] = {}
+    for label in labels:
+        row = probes.row(probes.sites[0], label)
+        baseline[label] = max(row[k] for k in ("majority", "position", "last_w") if row.get(k) is not None)
+        scores = probes.sequences(label)
+        if scores.shape[-1] < 3:
+            indices[label] = _shallow(scores, baseline[label], behaviour["late"])
+            continue
+        indices[label] = profile_indices(scores[None], baseline[label], solved=behaviour["late"], seed=seed)
+    return Profile(
+        probes,
+        ablations,
+        patches,
+        indices,
+        behaviour,
+        baseline,
+        dict(task.config),
+        length,
+        model.cfg.model_name,
+    )
+
+
+def _shallow(scores: Tensor, baseline: float, solved: float) -> ProfileIndices:
+    """What can be said of a model of one block: where the variable is, but not how it grows over layers."""
+    accuracy = scores.double().mean(0)
+    scale = max(1.0 - baseline, 1e-12)
+    readability = ((accuracy - baseline) / scale).clamp(min=0.0).cummax(-1).values
+    learned = solved >= SOLVED and float(readability[-1]) >= READABLE
+    verdict, why = "undetermined", "a model of one block has no profile over layers"
+    if not learned:
+        verdict, why = (
+            "not learned",
+            f"accuracy {solved:.3f}, needed {SOLVED}; R {readability[-1]:.3f}, needed {READABLE}",
+        )
+    bases = torch.tensor([baseline], dtype=torch.float64)
+    return ProfileIndices(verdict, why, None, accuracy, readability, bases, (learned,), (verdict,))
+
+
+def _behaviour(model: HookedModel, batch: Any, target: str, batch_size: int) -> dict[str, float]:
+    def right(logits: Tensor, answer: Tensor) -> Tensor:
+        return (logits.argmax(-1) == answer).float()
+
+    read = Read(right, None, {"answer": batch.labels[target]})
+    found = sweep(
+        model, batch.tokens, (), read, batch_size=batch_size, attention_mask=batch.attention_mask
+    ).base
+    late = batch.mask.clone()
+    late[:, : WARM_UP + 1] = False
+    if not bool(late.any()):
+        late = batch.mask
+    return {"all": found[batch.mask].mean().item(), "late": found[late].mean().item()}

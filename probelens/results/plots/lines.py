@@ -1,0 +1,320 @@
+"""Lines with intervals and dashed baselines: by layer, by length, by training step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from probelens.errors import InputError
+from probelens.results.plots import style
+from probelens.results.plots.style import PALETTE, escape
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+    from probelens.results.plots.style import Rows
+
+BASELINES = {
+    "majority": "majority class",
+    "position": "position only",
+    "last_w": "last w tokens",
+    "embedding": "embedding",
+    "untrained": "untrained model",
+}
+
+
+def layer_profile(
+    data: Rows,
+    *,
+    x: str = "layer",
+    y: str = "accuracy",
+    lo: str = "lo",
+    hi: str = "hi",
+    color: str | None = None,
+    facet: str | None = None,
+    baselines: Mapping[str, str] | None = None,
+    y_label: str = "probe accuracy",
+    percent: bool = True,
+    title: str | None = None,
+) -> go.Figure:
+    """A measured value by layer, with intervals and dashed baselines.
+
+    Args:
+        data: One row per (facet, colour, layer). Columns:
+
+            * ``x``: the layer, an int; -1 is the embedding and is labelled "embed", l is the residual after
+              block l.
+            * ``site`` (optional): the hook point; a layer whose site is the final norm is labelled "norm".
+            * ``y``: the value, a fraction of 1 if ``percent``. NaN or None leaves a gap.
+            * ``lo``, ``hi`` (optional): the bounds of its interval, drawn as a band.
+            * one column per baseline (optional), by default any of ``majority``, ``position``, ``last_w``,
+              ``embedding`` and ``untrained`` that are there, in the unit of ``y``. A baseline that is the same for every row of
+              a panel is one grey dashed line; one that differs is a dashed line for each series, in its
+              colour.
+            * ``color``, ``facet`` (optional): names.
+        x: Name of the layer column.
+        y: Name of the value column.
+        lo: Name of the lower-bound column.
+        hi: Name of the upper-bound column.
+        color: Column that separates the lines, for example ``"model"``. None: one line.
+        facet: Column that separates the panels, for example ``"label"``. None: one panel.
+        baselines: Baseline columns and how to call them. Default: as above.
+        y_label: Title of the vertical axis, without the unit.
+        percent: ``y`` is a fraction of 1, shown in per cent on an axis from 0 to 100.
+        title: Shown above the figure. A report has captions instead.
+
+    Returns:
+        The figure; panels stand under each other and share the layer axis.
+
+    Raises:
+        InputError: No rows, a missing column, text where a number belongs, or two rows for one point.
+
+    Units:
+        Accuracies in fractions of 1; layers counted from -1, the embedding.
+
+    Examples:
+        >>> rows = [{"layer": l, "accuracy": a, "majority": 0.3} for l, a in [(-1, 0.3), (0, 0.6), (1, 0.9)]]
+        >>> [trace.name for trace in layer_profile(rows).data]
+        ['probe accuracy', 'majority class']
+    """
+    columns = _Columns(x, y, lo, hi, color, facet, baselines)
+    fig, panels = _lines(data, "layer_profile", columns, y_label, percent, title)
+    rows = style.frame(data, [x], "layer_profile")
+    fig.update_xaxes(**style.layer_ticks(style.layer_names(rows, x, "layer_profile")))
+    fig.update_xaxes(title_text="layer (residual stream after block)", row=panels)
+    return fig
+
+
+def length_curve(
+    data: Rows,
+    *,
+    x: str = "length",
+    y: str = "accuracy",
+    lo: str = "lo",
+    hi: str = "hi",
+    color: str | None = None,
+    facet: str | None = None,
+    baselines: Mapping[str, str] | None = None,
+    train_length: int | None = None,
+    y_label: str = "accuracy",
+    percent: bool = True,
+    title: str | None = None,
+) -> go.Figure:
+    """Accuracy by the length of the evaluated sequences, with the length of training marked.
+
+    Args:
+        data: One row per (facet, colour, length): ``x`` an int in tokens, ``y``, ``lo``, ``hi``, baselines,
+            ``color`` and ``facet`` as in ``layer_profile``.
+        x: Name of the length column.
+        y: Name of the value column.
+        lo: Name of the lower-bound column.
+        hi: Name of the upper-bound column.
+        color: Column that separates the lines, for example ``"model"``.
+        facet: Column that separates the panels, for example ``"task"``.
+        baselines: Baseline columns and how to call them, as in ``layer_profile``.
+        train_length: Length the models were trained at, in tokens; a dotted vertical line.
+        y_label: Title of the vertical axis, without the unit.
+        percent: ``y`` is a fraction of 1, shown in per cent on an axis from 0 to 100.
+        title: Shown above the figure.
+
+    Returns:
+        The figure.
+
+    Raises:
+        InputError: No rows, a missing column, text where a number belongs, or two rows for one point.
+
+    Examples:
+        >>> rows = [{"length": n, "accuracy": 1 - n / 1000, "model": "LSTM"} for n in (40, 80, 120)]
+        >>> length_curve(rows, color="model", train_length=40).data[0].name
+        'LSTM'
+    """
+    columns = _Columns(x, y, lo, hi, color, facet, baselines)
+    fig, panels = _lines(data, "length_curve", columns, y_label, percent, title)
+    fig.update_xaxes(title_text="sequence length (tokens)", row=panels)
+    if train_length is not None:
+        for row in range(1, panels + 1):
+            fig.add_vline(
+                x=train_length,
+                line={"color": style.GREY, "dash": "dot", "width": 1.5},
+                annotation={"text": "training length", "y": 0, "yanchor": "bottom", "font": {"size": 12}},
+                row=row,
+                col=1,
+            )
+    return fig
+
+
+def training_curve(
+    data: Rows,
+    *,
+    x: str = "step",
+    y: str | Sequence[str] = ("loss", "accuracy"),
+    color: str | None = None,
+    target: float | None = None,
+    title: str | None = None,
+) -> go.Figure:
+    """What training logged, one panel per quantity.
+
+    Args:
+        data: One row per (colour, step). Columns: ``x``, the optimiser step, an int; each name in ``y``, NaN
+            or None where that step logged nothing; ``color`` (optional).
+        x: Name of the step column.
+        y: Columns to draw. One whose name contains "acc" is a fraction of 1 shown in per cent from 0 to 100;
+            one whose name contains "loss" is in nats on a logarithmic axis.
+        color: Column that separates the lines, for example ``"model"``.
+        target: Accuracy at which training stops, a fraction of 1; a dashed line in the accuracy panels.
+        title: Shown above the figure.
+
+    Returns:
+        The figure; panels stand under each other and share the step axis.
+
+    Raises:
+        InputError: No rows, a missing column, text where a number belongs, or two rows for one point.
+
+    Units:
+        Loss in nats per token, accuracy in fractions of 1, steps of the optimiser.
+
+    Examples:
+        >>> rows = [{"step": s, "loss": 1 / s, "accuracy": 1 - 1 / s} for s in (1, 10, 100)]
+        >>> training_curve(rows, target=0.99).layout.yaxis.type
+        'log'
+    """
+    who = "training_curve"
+    names = [y] if isinstance(y, str) else list(y)
+    if not names:
+        raise InputError("training_curve: y names no column to draw")
+    df = style.frame(data, [c for c in (x, *names, color) if c], who)
+    style.unique(df, [c for c in (x, color) if c], who, "Separate the runs with color=.")
+    df = style.ordered(df, x, who)
+    fig = style.panels([210] * len(names), title=title)
+    said = []
+    for row, name in enumerate(names, start=1):
+        percent = "acc" in name.lower()
+        for i, (series, part) in enumerate(style.groups(df, color)):
+            logged = [
+                (at, value)
+                for at, value in zip(style.defined(part, x, who), style.numbers(part, name, who))
+                if value is not None
+            ]
+            style.add_line(
+                fig,
+                [at for at, _ in logged],
+                [value for _, value in logged],
+                name=series or "run",
+                where=x,
+                what=name,
+                say=style.percent if percent else "{:.4g}".format,
+                color=PALETTE[i % len(PALETTE)],
+                row=row,
+            )
+            if logged:
+                said.append(f"{series or 'run'}: {name} {logged[-1][1]:.4g} at {x} {logged[-1][0]:g}")
+        if percent:
+            fig.update_yaxes(title_text=f"{escape(name)} (%)", tickformat=".0%", range=[0, 1.03], row=row)
+            if target is not None:
+                line = {"color": style.GREY, "dash": "dash", "width": 1.5}
+                fig.add_hline(y=target, line=line, row=row, col=1)
+        elif "loss" in name.lower():
+            ticks = [m * 10.0**e for e in range(-9, 4) for m in (1, 2, 5)]
+            fig.update_yaxes(title_text=f"{escape(name)} (nats)", type="log", row=row)
+            fig.update_yaxes(tickmode="array", tickvals=ticks, ticktext=[f"{t:g}" for t in ticks], row=row)
+        else:
+            fig.update_yaxes(title_text=escape(name), row=row)
+    fig.update_xaxes(title_text="training step", row=len(names))
+    fig.update_layout(showlegend=color is not None)
+    return style.finish(fig, "Training curves. " + "; ".join(said) + ".", df, [x, color, *names])
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Which column plays which part."""
+
+    x: str
+    y: str
+    lo: str
+    hi: str
+    color: str | None
+    facet: str | None
+    baselines: Mapping[str, str] | None
+
+
+def _lines(
+    data: Rows, who: str, columns: _Columns, y_label: str, percent: bool, title: str | None
+) -> tuple[go.Figure, int]:
+    """The figure and how many panels it has."""
+    c = columns
+    keys = [name for name in (c.facet, c.color, c.x) if name]
+    df = style.frame(data, [*keys, c.y, *(c.baselines or {})], who)
+    style.unique(df, keys, who, "Average over seeds first, or separate them with color= or facet=.")
+    known = c.baselines
+    if known is None:
+        known = {column: label for column, label in BASELINES.items() if column in df.columns}
+    facets = style.groups(df, c.facet)
+    order = [name for name, _ in style.groups(df, c.color)]
+    heights = [300 if len(facets) == 1 else 230] * len(facets)
+    fig = style.panels(heights, [name and f"{c.facet}: {name}" for name, _ in facets], title)
+    say = style.percent if percent else "{:.4g}".format
+    places = style.layer_names(df, c.x, who) if who == "layer_profile" else None
+    said = []
+    for row, (panel, part) in enumerate(facets, start=1):
+        part = style.ordered(part, c.x, who)
+        spoken = []
+        for name, series in style.groups(part, c.color):
+            i = order.index(name)
+            y, lo, hi = (style.numbers(series, column, who) for column in (c.y, c.lo, c.hi))
+            spoken.append(
+                style.add_line(
+                    fig,
+                    style.defined(series, c.x, who),
+                    y,
+                    lo=lo,
+                    hi=hi,
+                    name=name or y_label,
+                    where=c.x,
+                    what=y_label,
+                    say=say,
+                    color=PALETTE[i % len(PALETTE)],
+                    marker=style.MARKERS[i % len(style.MARKERS)],
+                    places=places,
+                    row=row,
+                )
+            )
+        for i, (column, label) in enumerate(known.items()):
+            dash = style.DASHES[i % len(style.DASHES)]
+            look: dict[str, Any] = {"say": say, "dash": dash, "row": row, "places": places}
+            spoken += _baseline(fig, part, who, c, column, label, order, look)
+        said.append((f"Panel {panel}: " if panel else "") + "; ".join(spoken) + ".")
+        fig.update_yaxes(title_text=escape(y_label) + (" (%)" if percent else ""), row=row)
+        if percent:
+            fig.update_yaxes(tickformat=".0%", range=[0, 1.03], row=row)
+    alt = f"Line chart of {y_label} by {c.x}. " + " ".join(said)
+    return style.finish(fig, alt, df, [c.facet, c.color, c.x, "site", c.y, c.lo, c.hi, *known]), len(facets)
+
+
+def _baseline(
+    fig: go.Figure,
+    part: pd.DataFrame,
+    who: str,
+    columns: _Columns,
+    column: str,
+    label: str,
+    order: list[str],
+    look: dict[str, Any],
+) -> list[str]:
+    """One grey line where the baseline is one number, one line for each series where it is not."""
+    levels = [v for v in style.numbers(part, column, who) if v is not None]
+    if not levels:
+        return []
+    look = {**look, "where": columns.x, "what": "baseline"}
+    if len(set(levels)) == 1:
+        x = sorted(set(style.defined(part, columns.x, who)))
+        return [style.add_line(fig, x, levels[:1] * len(x), name=label, color=style.GREY, **look)]
+    said = []
+    for name, series in style.groups(part, columns.color):
+        color = PALETTE[order.index(name) % len(PALETTE)] if name else style.GREY
+        x, y = style.defined(series, columns.x, who), style.numbers(series, column, who)
+        said.append(
+            style.add_line(fig, x, y, name=f"{label}, {name}" if name else label, color=color, **look)
+        )
+    return said

@@ -1,0 +1,214 @@
+"""The one store for results: a frozen dataclass to and from a single safetensors file.
+
+Tensors become the file's tensors, everything else its JSON header. Reading such a file
+executes nothing, so a result from a stranger is safe to open; a checksum tells when it was changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import typing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import Tensor
+
+from probelens.errors import StoreError
+from probelens.results.files import read_tensors, write_tensors
+from probelens.results.types import fits, said
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+__all__ = ["Result"]
+
+_KEY = "probelens"
+_SEP = "\x1f"
+_R = TypeVar("_R", bound="Result")
+
+
+class Result:
+    """Mixin for the frozen dataclasses that primitives return.
+
+    A field may hold a tensor, None, a number, a string, or lists, tuples and string-keyed
+    dicts of these. ``save`` and ``load`` keep dtype, shape and NaN exactly.
+    """
+
+    def __init_subclass__(cls) -> None:
+        # A dataclass would write out every number of every tensor; it leaves a __repr__ that is there alone.
+        # Without super() and globals: cloudpickle, which takes edits to other machines, makes subclasses
+        # before the functions of this class have theirs.
+        if "__repr__" not in cls.__dict__:
+            cls.__repr__ = cls.__mro__[1].__repr__  # type: ignore[assignment,method-assign]
+
+    def __repr__(self) -> str:
+        parts = [f"{f.name}={_short(getattr(self, f.name))}" for f in dataclasses.fields(self)]  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """Tidy rows, one measurement a row."""
+        raise NotImplementedError(f"{type(self).__name__} has no table")
+
+    def plot(self) -> go.Figure:
+        """The result as a plotly figure."""
+        raise NotImplementedError(f"{type(self).__name__} has no figure")
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the result to one safetensors file, whole or not at all.
+
+        Args:
+            path: The file; an existing one is replaced at the end of a successful write.
+
+        Returns:
+            The path written.
+
+        Raises:
+            StoreError: The folder can't be written, or a field holds something that isn't data.
+        """
+        tensors: dict[str, Tensor] = {}
+        fields = {
+            f.name: _pack(getattr(self, f.name), f.name, tensors)
+            for f in dataclasses.fields(self)  # type: ignore[arg-type]
+        }
+        header = {_KEY: json.dumps({"class": type(self).__name__, "format": 1, "fields": fields})}
+        return write_tensors(path, tensors, header)
+
+    @classmethod
+    def load(cls: type[_R], path: str | os.PathLike[str]) -> _R:
+        """Read a result back.
+
+        Args:
+            path: A file written by ``save`` of the same class.
+
+        Returns:
+            An equal result, its tensors on the CPU.
+
+        Raises:
+            StoreError: The file is missing, truncated, changed, of another program or another class.
+        """
+        try:
+            tensors, metadata = read_tensors(path)
+        except StoreError as err:
+            again = " If it belongs to a run, remove that cell's folder and give the same command again."
+            raise StoreError(
+                f"no {cls.__name__} there: {err}. Give a file written by {cls.__name__}.save().{again if os.path.exists(path) else ''}"
+            ) from err
+        header = metadata.get(_KEY)
+        if header is None:
+            raise StoreError(
+                f"{str(path)!r} is a safetensors file but not a probelens result. "
+                f"Give a file written by {cls.__name__}.save()."
+            )
+        try:
+            content = json.loads(header)
+            name, fields = content["class"], content["fields"]
+            if name != cls.__name__:
+                raise StoreError(f"{str(path)!r} holds a {name}, not a {cls.__name__}: use {name}.load().")
+            known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+            if set(fields) - known:
+                raise StoreError(
+                    f"{str(path)!r} has fields that this version's {cls.__name__} doesn't know: "
+                    f"{sorted(set(fields) - known)}. It was written by another version of probelens."
+                )
+            return _build(cls, {key: _unpack(value, tensors) for key, value in fields.items()})
+        except StoreError:
+            raise
+        except Exception as err:
+            said_why = str(err)[:300]
+            raise StoreError(f"{str(path)!r} is damaged: {type(err).__name__}: {said_why}") from err
+
+
+def _short(value: Any) -> str:
+    """A field in a few words."""
+    if isinstance(value, Tensor):
+        return f"tensor{tuple(value.shape)}" if value.ndim else f"{value.item():.4g}"
+    if isinstance(value, (list, tuple, dict)) and (len(value) > 4 or len(repr(value)) > 60):
+        return f"<{type(value).__name__} of {len(value)}>"
+    return repr(value)
+
+
+def _pack(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        # Each tensor is stored by itself: two fields may be views of one storage.
+        tensors[where] = value.detach().cpu().clone().contiguous()
+        return {"t": where}
+    if value is None or isinstance(value, (bool, str)):
+        return {"v": value}
+    if isinstance(value, int):
+        return {"v": value}
+    if isinstance(value, float):
+        return {"v": value} if math.isfinite(value) else {"f": repr(value)}
+    if isinstance(value, (list, tuple)):
+        kind = "l" if isinstance(value, list) else "u"
+        return {kind: [_pack(item, f"{where}{_SEP}{i}", tensors) for i, item in enumerate(value)]}
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise StoreError(f"field {where!r} can't be saved: its dict has keys that aren't strings")
+        return {"d": {key: _pack(item, f"{where}{_SEP}{key}", tensors) for key, item in value.items()}}
+    if isinstance(value, Result):
+        return {
+            "r": type(value).__module__ + ":" + type(value).__name__,
+            "d": {
+                f.name: _pack(getattr(value, f.name), f"{where}{_SEP}{f.name}", tensors)
+                for f in dataclasses.fields(value)  # type: ignore[arg-type]
+            },
+        }
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        return _pack(value.item(), where, tensors)
+    raise StoreError(
+        f"field {where!r} can't be saved: it holds a {type(value).__name__}. "
+        "Allowed: tensors, numbers, strings, None, and lists, tuples and dicts of these."
+    )
+
+
+def _unpack(value: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+    if "t" in value:
+        return tensors[value["t"]]
+    if "v" in value:
+        return value["v"]
+    if "f" in value:
+        return float(value["f"])
+    if "l" in value:
+        return [_unpack(item, tensors) for item in value["l"]]
+    if "u" in value:
+        return tuple(_unpack(item, tensors) for item in value["u"])
+    content = {key: _unpack(item, tensors) for key, item in value["d"].items()}
+    if "r" in value:
+        return _build(_nested(value["r"]), content)
+    return content
+
+
+def _build(cls: type[_R], fields: dict[str, Any]) -> _R:
+    """The result, if every field is of its declared type: a file may say anything."""
+    hints: dict[str, Any] = {}
+    with contextlib.suppress(NameError):  # a class of the user's own may name types that only it can see
+        hints = typing.get_type_hints(cls)
+    for key, value in fields.items():
+        if key in hints and not fits(value, hints[key]):
+            raise ValueError(
+                f"{cls.__name__}.{key} must be {said(hints[key])}, and the file has a {type(value).__name__}"
+            )
+    return cls(**fields)
+
+
+def _nested(name: str) -> type[Result]:
+    # The class is looked up among Result's subclasses, never imported by the name in a file.
+    import importlib
+
+    module, _, cls = name.partition(":")
+    if module.startswith("probelens.") and module.replace("_", "").replace(".", "").isalnum():
+        importlib.import_module(module)
+    found = [c for c in _subclasses(Result) if c.__module__ == module and c.__name__ == cls]
+    if not found:
+        raise ValueError(f"unknown class of result {name!r}")
+    return found[0]
+
+
+def _subclasses(cls: type) -> list[type]:
+    below: list[type] = cls.__subclasses__()
+    return [*below, *(deeper for sub in below for deeper in _subclasses(sub))]

@@ -1,0 +1,122 @@
+"""What of a sweep can begin in mid-sequence, and how it is divided beforehand: into loads, and these into passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from torch import Tensor
+
+from probelens.running.sweep.limits import Limits
+
+if TYPE_CHECKING:
+    from probelens.hooks.model import HookedModel
+    from probelens.running.sweep.plan import Condition, Edit
+
+__all__ = ["SHORTEST", "Job", "Load", "jobs_of", "loads"]
+
+SHORTEST = 8
+"""Positions of a sequence whose prefix is worth keeping."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A condition whose edits all lie in blocks ``start`` to ``stop − 1`` (−1: the embedding).
+
+    ``at`` is the one hook point that all of them edit where that is the residual entering block
+    ``stop``: nothing has to run then to know what they make of it.
+    """
+
+    index: int
+    edits: tuple[Edit, ...]
+    start: int
+    stop: int
+    at: str | None
+
+    def earliest(self, rows: Tensor, length: int) -> int:
+        """The first position that may change, as far as that is known before it runs."""
+        if self.at is None and self.stop > 0:
+            # With hooks inside it a block may run another kernel, whose rounding differs at every position.
+            return 0
+        return min(edit.earliest(rows, length) for edit in self.edits)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Jobs whose edited residuals are held at the same time.
+
+    Args:
+        jobs: In the order of running.
+        groups: Which of them share a pass, by index; without those that can't reach what is read.
+        blocks: Block-positions of these passes.
+        held: Bytes of the edited residuals.
+    """
+
+    jobs: tuple[Job, ...]
+    groups: tuple[tuple[int, ...], ...]
+    blocks: int
+    held: int
+
+
+def jobs_of(model: HookedModel, conditions: Sequence[Condition]) -> list[Job]:
+    """The conditions that can begin in mid-sequence."""
+    return [job for i, c in enumerate(conditions) if (job := _job(model, i, c)) is not None]
+
+
+def loads(
+    jobs: Sequence[Job], begins: Sequence[int], last: int, rows: int, length: int, n: int, limits: Limits,
+    passes: Callable[[Sequence[int], int], list[tuple[int, int]]],
+) -> list[Load]:  # fmt: skip
+    """Divide the jobs of a batch.
+
+    Args:
+        jobs: What to run.
+        begins: Where each may begin at the earliest.
+        last: The last position that is read.
+        rows: Examples of the batch.
+        length: Positions of a sequence.
+        n: Blocks of the model.
+        limits: How much may be held.
+        passes: From where runs begin, not increasing, and examples to the slices that share a pass.
+    """
+    parts: list[list[tuple[Job, int]]] = [[]]
+    held = [0]
+    for job, begin in zip(jobs, begins, strict=True):
+        more = rows * (length - begin) * limits.vector if begin <= last else 0
+        if parts[-1] and held[-1] + more > limits.edited:
+            parts.append([])
+            held.append(0)
+        parts[-1].append((job, begin))
+        held[-1] += more
+    out = []
+    for part, size in zip(parts, held, strict=True):
+        run = sorted(((j, b) for j, b in part if b <= last), key=lambda p: (-p[1], p[0].stop, p[0].index))
+        groups = [run[lo:hi] for lo, hi in passes([b for _, b in run], rows)]
+        blocks = sum((n - j.stop) * (length - group[-1][1]) * rows for group in groups for j, _ in group)
+        named = tuple(tuple(j.index for j, _ in group) for group in groups)
+        out.append(Load(tuple(j for j, _ in part), named, blocks, size))
+    return out
+
+
+def _job(model: HookedModel, index: int, condition: Condition) -> Job | None:
+    """What to run for a condition; None where an edit lies outside the blocks, or a run can't begin there."""
+    names = {model.point(edit.name).name for edit in condition.edits}
+    layers = [_layer(name) for name in names]
+    if not layers or None in layers:
+        return None
+    start, last = (f(layer for layer in layers if layer is not None) for f in (min, max))
+    only: str | None = next(iter(names)) if len(names) == 1 else None
+    ends: dict[str, Literal[0, 1]] = {"hook_resid_pre": 0, "hook_resid_post": 1}
+    kind = only.rsplit(".", 1)[-1] if only is not None and start >= 0 else ""
+    direct = only if only == f"blocks.{start}.{kind}" and kind in ends else None
+    stop = start + ends[kind] if direct is not None else last + 1
+    if (start > 0 and not model.chained(start)) or not model.chained(stop):
+        return None
+    return Job(index, condition.edits, start, stop, direct)
+
+
+def _layer(name: str) -> int | None:
+    if name in ("hook_embed", "hook_pos_embed"):
+        return -1
+    return int(name.split(".")[1]) if name.startswith("blocks.") else None

@@ -1,0 +1,161 @@
+"""How large the tensors of a sweep are, and how its work is cut so that they stay within a memory budget."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from probelens.hooks.model import HookedModel
+    from probelens.running.sweep.plan import Read
+    from probelens.running.sweep.suffix import SuffixRuns
+
+__all__ = ["Limits", "Sizes", "in_bytes", "largest", "limits_of", "mib"]
+
+# What is held where the caller names no budget, in bytes.
+_EDITED = 1 << 28
+_PASSES = 1 << 30
+_LOGITS = 1 << 26
+# Widths of the residual stream that a block needs for a token while it runs, about: MLP, projections, gates.
+_WORK = 16
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes for one example.
+
+    Args:
+        resid: The residual stream at every position.
+        logits: Logits at every position.
+        reads: Logits at the positions that are read.
+        source: What conditions hold for a batch that they were not given whole.
+        vector: The residual stream at one position.
+    """
+
+    resid: int
+    logits: int
+    reads: int
+    source: int
+    vector: int
+
+    @classmethod
+    def of(cls, model: HookedModel, tokens: Tensor, read: Read, source: int) -> Sizes:
+        """The sizes of a sweep's tensors."""
+        length, item = tokens.shape[1], model.cfg.dtype.itemsize
+        reads = length if read.pos is None else read.pos.shape[1]
+        wide, vector = cls.width(model) * item, model.cfg.d_model * item
+        return cls(length * vector, length * wide, reads * wide, source, vector)
+
+    @staticmethod
+    def width(model: HookedModel) -> int:
+        """Numbers that the readout makes of a token, or takes where that is more."""
+        cfg = model.cfg
+        return max(cfg.d_vocab_out or cfg.d_vocab, cfg.d_model, 1)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How the work is cut.
+
+    Args:
+        batch: Examples of a batch.
+        spacing: States are kept at every so many positions.
+        edited: Bytes of edited residuals that are held before they are run on.
+        logits: Bytes of logits that are there at once.
+        together: Conditions that may share a pass.
+        tokens: Tokens of a pass that conditions share.
+        vector: Bytes of the residual stream at one position.
+    """
+
+    batch: int
+    spacing: int = 1
+    edited: int = _EDITED
+    logits: int = _LOGITS
+    together: int = 1
+    tokens: int = 1
+    vector: int = 4
+
+
+def in_bytes(size: int) -> str:
+    """A number of bytes, and in words where these are shorter.
+
+    Examples:
+        >>> in_bytes(20_000), in_bytes(300)
+        ('20000 bytes (19.53 KiB)', '300 bytes')
+    """
+    return f"{size} bytes" + (f" ({mib(size)})" if size >= 1 << 10 else "")
+
+
+def mib(size: int) -> str:
+    """Bytes in words.
+
+    Examples:
+        >>> mib(3 << 20), mib(1500), mib(300)
+        ('3.00 MiB', '1.46 KiB', '300 bytes')
+    """
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:,.{2 if size < 100 * unit else 0}f} {name}"
+    return f"{size} bytes"
+
+
+def largest(batch: int, memory: int | None, need: Callable[[int], int]) -> int:
+    """The most examples, up to ``batch``, whose need stays within the budget; 0 if one alone is too much.
+
+    Examples:
+        >>> largest(8, 100, lambda n: 30 * n), largest(8, 10, lambda n: 30 * n), largest(8, None, lambda n: 30 * n)
+        (3, 0, 8)
+    """
+    return batch if memory is None else bisect.bisect_right(range(1, batch + 1), memory, key=need)
+
+
+def limits_of(runs: SuffixRuns, sizes: Sizes, batch: int, memory: int | None) -> Limits | int:
+    """How runs from the middle are cut; where no cut stays within the budget, the bytes that they need.
+
+    Args:
+        runs: What is to run.
+        sizes: Of its tensors.
+        batch: Examples of a batch, at most.
+        memory: Bytes; None for a budget on what is kept of a batch alone.
+    """
+    resumer, length = runs.resumer, runs.length
+
+    def least(examples: int, spacing: int = 1) -> int:
+        return sum(runs.needs(sizes, examples, spacing).values())
+
+    if memory is None:
+        kept: int | None = resumer.fit(batch, length, resumer.BUDGET)
+        if kept is None:
+            return resumer.holds(batch, length, resumer.spacings(length)[-1])
+    else:
+        # Kept states lie close as long as that is possible: fewer examples cost nothing, detours do.
+        batch, kept = largest(batch, memory, least), 1
+        if not batch:
+            batch, last = 1, resumer.spacings(length)[-1]
+            kept = resumer.fit(1, length, memory - least(1) + resumer.holds(1, length))
+            if kept is None:
+                return least(1, last)
+    need = runs.needs(sizes, batch, kept)
+    spare = None if memory is None else (memory - sum(need.values())) // 3
+
+    def most(part: str, usual: int) -> int:
+        enough = max(usual, need[part])
+        return enough if spare is None else min(enough, need[part] + spare)
+
+    tokens, passes = 2048 if runs.model.cfg.device.type == "cpu" else 1 << 16, most("passes", _PASSES)
+    if memory is not None:
+        # A pass then needs no more than a batch by itself, or what the budget leaves.
+        tokens = min(tokens, max(batch * length, passes // (_WORK * sizes.vector)))
+    return Limits(
+        batch,
+        kept,
+        most("edited", _EDITED) - 3 * batch * sizes.resid,
+        most("logits", _LOGITS),
+        max(1, passes // need["passes"]),
+        tokens,
+        sizes.vector,
+    )

@@ -1,0 +1,389 @@
+"""The one engine that runs interventions: many conditions on one set of inputs.
+
+Patching, ablation and profiles only describe what to run. The engine runs the unedited model
+once, keeps the residual where an edit begins, starts every condition there, and computes logits
+only where they are read. On causal models it also leaves out the positions before the first changed
+one, and runs conditions that begin near each other in one pass. A plan says beforehand which of this
+is possible, what it costs and what it holds in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from probelens.errors import InputError, metric_note, noted
+from probelens.experiments.settings import whole_number
+from probelens.hooks.model import HookedModel
+from probelens.hooks.switchboard import HookFn, at
+from probelens.running.collect import told
+from probelens.running.sweep.engine import Engine
+from probelens.running.sweep.limits import mib
+
+__all__ = ["Condition", "Edit", "Read", "SweepPlan", "SweepResult", "plan", "sweep"]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One edit at one hook point.
+
+    Args:
+        name: Hook point.
+        fn: ``fn(tensor, hook, **rows)`` with the batch's rows of ``data``; returns a tensor or None.
+        data: Tensors with one row an example, cut to the batch that runs (example, ...); or functions
+            that give the rows of the batch.
+        pos: Limit to these positions, through ``probelens.at``; None for the whole tensor.
+        first: The first position that may change in each example, for a plan; None if that isn't known.
+            What runs doesn't depend on it. (example,)
+    """
+
+    name: str
+    fn: Callable[..., Tensor | None]
+    data: Mapping[str, Tensor | Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    pos: tuple[int, ...] | None = None
+    first: Tensor | None = None
+
+    def hook(self, rows: Tensor) -> HookFn:
+        """The hook function for the examples ``rows``.
+
+        Args:
+            rows: Which examples are in the batch. (batch,)
+
+        Returns:
+            A hook function for this batch.
+        """
+        cut = {
+            key: value[rows.to(value.device)] if isinstance(value, Tensor) else value(rows)
+            for key, value in self.data.items()
+        }
+
+        # Alone, without the data of other batches: a hook may travel to where the model runs.
+        fn = self.fn
+
+        def call(tensor: Tensor, hook: Any) -> Tensor | None:
+            return fn(tensor, hook, **cut)
+
+        return call if self.pos is None else at(self.pos, call)
+
+    def earliest(self, rows: Tensor, length: int) -> int:
+        """The first position that may change, as far as ``pos`` and ``first`` say.
+
+        Args:
+            rows: Which examples are in the batch. (batch,)
+            length: Positions of a sequence.
+
+        Returns:
+            A position; the length where none may change.
+        """
+        stated = 0 if self.pos is None else min((p % length for p in self.pos), default=length)
+        return stated if self.first is None else max(stated, int(self.first[rows].min()))
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Edits that are in place together during one run, and a key that names the run.
+
+    Args:
+        key: Names the run; any tuple that can be told from the others.
+        edits: Edits of that run.
+    """
+
+    key: tuple[Any, ...]
+    edits: tuple[Edit, ...]
+
+
+@dataclass(frozen=True)
+class Read:
+    """What is kept of each run.
+
+    Args:
+        fn: ``fn(logits, **rows)`` to a value for each example. Logits (batch, read, d_vocab).
+        pos: Positions read of each example; None for all. (example, read)
+        data: Tensors with one row an example, given to ``fn``. (example, ...)
+    """
+
+    fn: Callable[..., Tensor]
+    pos: Tensor | None = None
+    data: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def value(self, logits: Tensor, rows: Tensor) -> Tensor:
+        """What is kept of some examples' logits.
+
+        Args:
+            logits: At the positions read. (batch, read, d_vocab)
+            rows: Which examples they are of. (batch,)
+
+        Returns:
+            A value for each example. (batch, ...)
+        """
+        fn = self.fn
+        data = {key: value[rows].to(logits.device) for key, value in self.data.items()}
+        # The library's own readers name the metric that they were given.
+        if str(getattr(fn, "__module__", "")).partition(".")[0] == "probelens":
+            return fn(logits, **data)
+        with noted(lambda: metric_note(fn, ", ".join(["logits", *(f"{key}={key}" for key in data)]))):
+            return fn(logits, **data)
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """Values of every condition and of the unedited run.
+
+    Args:
+        values: (condition, example, ...)
+        base: (example, ...)
+        path: "resume" if runs began at their first changed block and position, many in a pass; "skip" if
+            they began at their first edited block; "full" if not.
+        why: Why no shorter path was taken; "" for "resume".
+    """
+
+    values: Tensor
+    base: Tensor
+    path: str
+    why: str = ""
+
+
+_PATHS = {
+    "resume": "each run begins at its first changed block and position, many in a pass",
+    "skip": "each run begins at its first edited block",
+    "full": "each run is a whole forward",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class SweepPlan:
+    """What a sweep will run, by which path and why, what that costs and what it holds; ``run`` runs it.
+
+    Costs are counts, of what runs for the sweep: a block-position is one block run on one position of one
+    example. On the path "resume" they are the most that can come: where an edit first changes something is
+    known only once it runs, and runs that come out later, or equal to the unedited one, cost less. For edits
+    inside a block the plan takes the first position. Not counted are trials on a few random tokens, made once a model.
+
+    A model's first run on the path "resume" begins with a trial on the inputs themselves. Where it gives other
+    numbers, the run falls back to a longer path, and then costs ``trial`` and what ``otherwise`` costs, which is more
+    than these counts; ``print`` says how much. The result's ``path`` and ``why`` say what ran.
+
+    Args:
+        conditions: How many.
+        examples: How many.
+        positions: Of a sequence.
+        batch_size: Examples of a batch; fewer than asked for where the memory budget demands it.
+        batches: How many.
+        path: "resume", "skip" or "full", as in ``SweepResult``; with a ``trial``, "resume" only if that agrees.
+        why: Why no shorter path is possible; "" for "resume".
+        block_positions: Of all runs.
+        unembedded: Positions that go through the final norm and the unembedding.
+        naive_block_positions: The same with one whole forward for each condition and one unedited.
+        naive_unembedded: The same.
+        exact: Whether the counts are what will run; otherwise they are the most.
+        held: Bytes held at most, beside the weights, the inputs, the values and what a forward of one batch
+            needs while it runs: "states" and "residuals" kept of the unedited run, "edited" residuals, copies for
+            "passes" that conditions share, "logits", "source" (activations that are put in).
+        memory: The budget in bytes; None for none.
+        trial: Block-positions that are run before a first trial on the inputs can turn "resume" down, counted in
+            ``block_positions`` too; 0 where no trial is left to make.
+        otherwise: What is run after such a trial; None where there is none, or the budget is too small for it.
+    """
+
+    conditions: int
+    examples: int
+    positions: int
+    batch_size: int
+    batches: int
+    path: str
+    why: str
+    block_positions: int
+    unembedded: int
+    naive_block_positions: int
+    naive_unembedded: int
+    exact: bool
+    held: Mapping[str, int]
+    memory: int | None
+    trial: int
+    otherwise: SweepPlan | None
+    _engine: Engine = field(repr=False)
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer block-positions than one whole forward a condition.
+
+        At least so many, unless ``exact``, and provided that a first ``trial`` agrees.
+        """
+        return self.naive_block_positions / max(1, self.block_positions)
+
+    @property
+    def bytes(self) -> int:
+        """The sum of ``held``: never above ``memory``."""
+        return sum(self.held.values())
+
+    def __str__(self) -> str:
+        most, least = ("", "") if self.exact else (" at most", " at least")
+        parts = ", ".join(f"{name} {mib(size)}" for name, size in self.held.items())
+        return "\n".join(
+            [
+                f"{self.conditions} conditions on {self.examples} examples of {self.positions} positions, in "
+                f"{self.batches} {'batch' if self.batches == 1 else 'batches'} of up to {self.batch_size}",
+                f"path: {self.path}{' if a first trial on the inputs agrees' if self.trial else ''}, {_PATHS[self.path]}"
+                + (f" (no shorter one: {self.why})" if self.why else ""),
+                f"block-positions: {self.block_positions:,}{most}, whole forwards {self.naive_block_positions:,}: "
+                f"{self.ratio:.2f}x fewer{least}",
+                f"unembedded positions: {self.unembedded:,}{most}, whole forwards {self.naive_unembedded:,}: "
+                f"{self.naive_unembedded / max(1, self.unembedded):.2f}x fewer{least}",
+                f"held: {mib(self.bytes)} at most ({parts}), "
+                + ("no budget" if self.memory is None else f"budget {mib(self.memory)}"),
+                *self._turned_down(),
+            ]
+        )  # fmt: skip
+
+    def _turned_down(self) -> list[str]:
+        if not self.trial:
+            return []
+        other = self.otherwise
+        if other is None:
+            return [
+                "if the trial turns that down: an error, since the budget is too small for any other path"
+            ]
+        blocks = self.trial + other.block_positions
+        return [
+            f"if the trial turns that down: path {other.path}, {blocks:,} block-positions "
+            f"({max(0, blocks - self.block_positions):,} more), {other.unembedded:,} unembedded "
+            f"({max(0, other.unembedded - self.unembedded):,} more), held {mib(max(self.bytes, other.bytes))} at most"
+        ]
+
+    def run(self, progress: bool = False, describe: str = "conditions") -> SweepResult:
+        """Run what was planned.
+
+        Where the model's hooks, dtype or device changed since, or a trial on the inputs shows that resuming
+        gives other numbers, a new plan is made and run; the result's ``path`` and ``why`` are those of what ran.
+
+        Args:
+            progress: Show a progress bar.
+            describe: What the bar counts.
+
+        Returns:
+            Values on the CPU, in the order of the conditions. (condition, example, ...)
+
+        Raises:
+            HookNotFiredError: An edit that the run didn't reach.
+        """
+        engine = self._engine
+        found = engine.run(progress, describe) if engine.state() == engine.seen else None
+        return (
+            self._anew().run(progress, describe)
+            if found is None
+            else SweepResult(*found, self.path, self.why)
+        )
+
+    def _anew(self) -> SweepPlan:
+        e = self._engine
+        return plan(
+            e.model, e.tokens, e.conditions, e.read, batch_size=e.batch_size, attention_mask=e.mask, memory=e.memory,
+            source_bytes=e.source,
+        )  # fmt: skip
+
+
+def plan(
+    model: HookedModel,
+    tokens: Tensor,
+    conditions: Sequence[Condition],
+    read: Read,
+    *,
+    batch_size: int = 64,
+    attention_mask: Tensor | None = None,
+    memory: int | None = None,
+    source_bytes: int | Callable[[], int] = 0,
+) -> SweepPlan:
+    """Say what a sweep will run, and what it costs, before it runs.
+
+    Args:
+        model: The wrapped model.
+        tokens: Inputs. (example, pos)
+        conditions: What to run.
+        read: What to keep.
+        batch_size: Examples in one forward pass, at most.
+        attention_mask: 1 for real tokens. (example, pos)
+        memory: Bytes that may be held at once, as ``SweepPlan.held`` counts them. The work is cut to fit:
+            fewer examples a batch, fewer conditions a pass, a longer path where what the shorter one keeps is
+            too much. Values stay the same up to rounding. None cuts as ever: 1 GiB of states, 256 MiB of edited residuals,
+            64 MiB of logits, 1 GiB of copies for passes.
+        source_bytes: Bytes of an example that the edits' own functions hold for a batch; or a function that gives
+            them, which is asked again where the plan is made anew.
+
+    Returns:
+        The plan; its ``run`` gives what ``sweep`` gives.
+
+    Raises:
+        InputError: No examples, a batch size below 1, or a budget too small for one example under one condition.
+        UnknownHookError: An edit at a point that the model doesn't have.
+    """
+    whole_number("batch_size", batch_size)
+    if len(tokens) == 0:
+        raise InputError(f"sweep needs examples, got inputs of shape {tuple(tokens.shape)}")
+    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int)):
+        raise InputError(f"memory={memory!r}: give a whole number of bytes, such as 2**30, or None")
+    if memory is not None and memory < 1:
+        raise InputError(
+            f"memory={memory}: a budget is a positive number of bytes, such as 2**30; None is for no budget"
+        )
+    mask = told(model, attention_mask)
+    given = (model, tokens, conditions, read, mask, batch_size, memory, source_bytes)
+    planned, otherwise = Engine(*given), None
+    trial = planned.trial()
+    if trial:
+        # Too small a budget for it is an error only once it is needed.
+        with contextlib.suppress(InputError):
+            otherwise = _described(Engine(*given, resume=False), 0, None)
+    return _described(planned, trial, otherwise)
+
+
+def _described(engine: Engine, trial: int, otherwise: SweepPlan | None) -> SweepPlan:
+    tokens, conditions = engine.tokens, engine.conditions
+    blocks, reads = engine.counts()
+    whole = (len(conditions) + 1) * len(tokens) * tokens.shape[1]
+    return SweepPlan(
+        len(conditions), len(tokens), tokens.shape[1], engine.limits.batch, len(engine.chunks), engine.path, engine.why,
+        blocks, reads, whole * engine.n, whole, engine.path != "resume", engine.holds(), engine.memory, trial, otherwise,
+        engine,
+    )  # fmt: skip
+
+
+def sweep(
+    model: HookedModel,
+    tokens: Tensor,
+    conditions: Sequence[Condition],
+    read: Read,
+    *,
+    batch_size: int = 64,
+    attention_mask: Tensor | None = None,
+    memory: int | None = None,
+    progress: bool = False,
+    describe: str = "conditions",
+) -> SweepResult:
+    """Run every condition on every example: ``plan`` and its ``run``.
+
+    Args:
+        model: The wrapped model; run in eval mode, without gradients.
+        tokens: Inputs. (example, pos)
+        conditions: What to run.
+        read: What to keep.
+        batch_size: Examples in one forward pass, at most.
+        attention_mask: 1 for real tokens. (example, pos)
+        memory: Bytes that may be held at once; see ``plan``.
+        progress: Show a progress bar.
+        describe: What the bar counts.
+
+    Returns:
+        Values on the CPU, in the order of ``conditions``.
+
+    Raises:
+        InputError: No examples, a batch size below 1, or a memory budget that one example exceeds.
+        HookNotFiredError: An edit that the run didn't reach.
+    """
+    planned = plan(
+        model, tokens, conditions, read, batch_size=batch_size, attention_mask=attention_mask, memory=memory
+    )
+    return planned.run(progress, describe)

@@ -1,0 +1,36 @@
+"""Directions and subspaces fitted from activations, and erasers."""
+
+from probelens.subspaces.fitted import (
+    class_means,
+    from_probe,
+    mean_difference,
+    moments,
+    pca,
+    probe_rows,
+    random,
+    random_matched,
+    svd,
+    top_pca,
+)
+from probelens.subspaces.inlp import Inlp, inlp
+from probelens.subspaces.leace import Eraser, LeaceFitter, leace
+from probelens.subspaces.subspace import Subspace
+
+__all__ = [
+    "Eraser",
+    "Inlp",
+    "LeaceFitter",
+    "Subspace",
+    "class_means",
+    "from_probe",
+    "inlp",
+    "leace",
+    "mean_difference",
+    "moments",
+    "pca",
+    "probe_rows",
+    "random",
+    "random_matched",
+    "svd",
+    "top_pca",
+]

@@ -1,0 +1,466 @@
+"""Subspaces from probes, means and variance, and the random ones that an ablation is compared with.
+
+All of them are read off activations of the raw space, so that removing one is an edit of the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from probelens.errors import InputError, ShapeError
+from probelens.numerics.tensors import tensor_of
+from probelens.subspaces.inlp import Inlp, inlp
+from probelens.subspaces.leace import Eraser, LeaceFitter, flat_rows, leace, square, wide
+from probelens.subspaces.matched import matched_frames
+from probelens.subspaces.subspace import Subspace, orthonormal_rows
+
+__all__ = [
+    "Eraser",
+    "Inlp",
+    "LeaceFitter",
+    "Subspace",
+    "class_means",
+    "from_probe",
+    "inlp",
+    "leace",
+    "mean_difference",
+    "moments",
+    "pca",
+    "probe_rows",
+    "random",
+    "random_matched",
+    "svd",
+    "top_pca",
+]
+
+_CHUNK = 8192
+
+
+def from_probe(
+    probe: Any,
+    mean: Tensor | None = None,
+    scale: Tensor | None = None,
+    *,
+    site: str | None = None,
+    label: str | None = None,
+    seed: int | None = None,
+    rank: int | None = None,
+) -> Subspace:
+    """The row space of a linear probe, in the space of the activations.
+
+    A probe fitted on standardised features z = (x − m)/s reads x along w/s: give ``scale=s``. With
+    one row per class only differences of rows matter to a softmax, so the row mean is removed and
+    the rank is at most classes − 1.
+
+    Args:
+        probe: A ``ProbeResult``; rows (class, d); one row (1, d) or (d,) for two classes; or anything
+            with ``coef_``, such as a ``LinearProbe``.
+        mean: Mean activation, around which ``project_out`` works; default, for a ``ProbeResult``
+            only: that of its training rows. (d,)
+        scale: Standard deviation by which each feature was divided before the fit; none for a
+            ``ProbeResult``, which has its rows in raw space already. (d,)
+        site: Which site of a ``ProbeResult``; may be left out when there is one.
+        label: Which label of a ``ProbeResult``, and the subspace's name; default "probe".
+        seed: Which seed of a ``ProbeResult``; default: the first.
+        rank: Keep only the directions in which the rows differ most.
+
+    Returns:
+        Largest direction first.
+
+    Raises:
+        ShapeError: Rows, mean or scale that don't fit together.
+        InputError: Rows that are all equal: a probe without any direction; no mean; or no such
+            probe in the result.
+
+    Source:
+        Row space and rank: Ravfogel et al. 2020, arXiv 2004.07667, section 4.
+
+    Examples:
+        >>> from_probe(torch.tensor([[2.0, 0.0], [0.0, 0.0]]), mean=torch.zeros(2)).basis.abs()
+        tensor([[1., 0.]], dtype=torch.float64)
+        >>> from_probe(torch.tensor([3.0, 3.0]), torch.zeros(2), scale=torch.tensor([1.0, 1e6])).rank
+        1
+    """
+    rows = getattr(probe, "coef_", probe)
+    if isinstance(getattr(probe, "sites", None), list):
+        if site is None and len(probe.sites) != 1:
+            raise InputError(f"the result has {len(probe.sites)} sites: give site=, one of {probe.sites[:5]}")
+        where = probe.sites[0] if site is None else site
+        rows = probe.coef(where, label, seed)
+        mean = probe.mean(where, seed) if mean is None else mean
+    if mean is None:
+        raise InputError("give mean=, the mean activation: project_out sets the directions to it")
+    rows = wide(tensor_of("the probe's rows", rows).detach())
+    rows = rows[None] if rows.ndim == 1 else rows
+    centre = wide(tensor_of("mean", mean))
+    if rows.ndim != 2 or centre.shape != rows.shape[1:]:
+        raise ShapeError(
+            f"a probe's rows (class, d) need a mean (d,), got {tuple(rows.shape)} and {tuple(centre.shape)}"
+        )
+    if scale is not None:
+        size = wide(tensor_of("scale", scale))
+        if size.shape != centre.shape or not bool((size > 0).all()):
+            raise ShapeError(f"scale must be {tuple(centre.shape)} and above 0, got {tuple(size.shape)}")
+        rows = rows / size
+    if len(rows) > 1:
+        rows = rows - rows.mean(0)
+    basis = orthonormal_rows(rows)
+    if not len(basis):
+        raise InputError("the rows of the probe are all equal, so they point nowhere: was it fitted?")
+    return Subspace(_cut(basis, rank), centre, "probe" if label is None else label)
+
+
+def probe_rows(probes: Any, label: str | None = None, *, rank: int | None = None) -> dict[str, Subspace]:
+    """The row space of the probe at every site of a ``ProbeResult``.
+
+    Args:
+        probes: What ``probelens.probe`` returned.
+        label: Which label; may be left out when there is one.
+        rank: Keep at most so many directions, those in which the rows differ most.
+
+    Returns:
+        Site to subspace. Where a probe found nothing its rows are all equal and the subspace is
+        empty: removing it removes nothing.
+
+    Raises:
+        InputError: Not a ``ProbeResult``, a label it lacks, or several labels and none chosen.
+
+    Examples:
+        >>> import probelens as pl
+        >>> x = torch.randn(40, 5, 8, generator=torch.Generator().manual_seed(0))
+        >>> {site: space.rank for site, space in probe_rows(pl.probe({"a": x}, (x[..., 2] > 0).long())).items()}
+        {'a': 1}
+    """
+    if not hasattr(probes, "coef") or not hasattr(probes, "sites"):
+        raise InputError(f"need what probelens.probe() returned, not a {type(probes).__name__}")
+    spaces = {}
+    for site in probes.sites:
+        rows, mean = probes.coef(site, label), probes.mean(site)
+        name = f"probe rows of {label}" if label is not None else "probe rows"
+        if not bool((rows - rows.mean(0) if len(rows) > 1 else rows).any()):
+            spaces[site] = Subspace(rows[:0], mean, name)
+        else:
+            space = from_probe(rows, mean, label=name)
+            spaces[site] = (
+                space if rank is None else Subspace(_cut(space.basis, min(rank, space.rank)), mean, name)
+            )
+    return spaces
+
+
+def mean_difference(
+    X: Tensor, y: Tensor, mask: Tensor | None = None, *, label: str = "mean difference"
+) -> Subspace:
+    """The line between the means of two classes.
+
+    For two classes projecting it out makes the class means equal, which guards against every
+    linear probe.
+
+    Args:
+        X: Activations. (..., d)
+        y: Class ids, two different ones. (...)
+        mask: True for the rows to use. (...)
+        label: Name.
+
+    Returns:
+        Rank 1, around the mean activation.
+
+    Raises:
+        ShapeError: Labels or mask that don't fit.
+        InputError: Not two classes; see ``class_means`` for more.
+
+    Source:
+        Belrose et al. 2023, arXiv 2306.03819, section 3.
+
+    Examples:
+        >>> mean_difference(torch.tensor([[0.0, 0.0], [1.0, 1.0]]), torch.tensor([0, 1])).rank
+        1
+    """
+    found = class_means(X, y, mask, label=label)
+    _, labels = flat_rows(X, y, mask=mask)
+    count = len(labels.unique())
+    if count != 2:
+        raise InputError(f"a mean difference needs two classes, got {count}: use class_means")
+    return found
+
+
+def class_means(
+    X: Tensor, y: Tensor, mask: Tensor | None = None, *, rank: int | None = None, label: str = "class means"
+) -> Subspace:
+    """The span of the class means around the overall mean, rank at most classes − 1.
+
+    Args:
+        X: Activations. (..., d)
+        y: Class ids. (...)
+        mask: True for the rows to use. (...)
+        rank: Keep only the directions in which the means differ most, each class weighing the same.
+        label: Name.
+
+    Returns:
+        Around the mean activation.
+
+    Raises:
+        ShapeError: Labels or mask that don't fit.
+        InputError: One class, or class means that are all equal.
+
+    Examples:
+        >>> X = torch.randn(30, 5, generator=torch.Generator().manual_seed(0))
+        >>> class_means(X, torch.arange(30) % 3).rank
+        2
+    """
+    x, labels = flat_rows(X, y, mask=mask)
+    if labels.ndim != 1 or labels.is_floating_point():
+        raise InputError("class ids must be integers, one per row")
+    ids = labels.unique()
+    if len(ids) < 2:
+        raise InputError(f"class means need at least two classes, got {len(ids)}")
+    overall, _ = moments(x)
+    means = torch.stack([wide(x[(labels == c).to(x.device)]).mean(0) for c in ids]) - overall
+    basis = orthonormal_rows(means - means.mean(0))
+    if not len(basis):
+        raise InputError("all class means are equal: no direction separates them linearly")
+    return Subspace(_cut(basis, rank), overall, label)
+
+
+def pca(X: Tensor, rank: int, mask: Tensor | None = None, *, label: str = "pca") -> Subspace:
+    """The directions of largest variance.
+
+    Args:
+        X: Activations. (..., d)
+        rank: How many directions.
+        mask: True for the rows to use. (...)
+        label: Name.
+
+    Returns:
+        Largest variance first, around the mean activation.
+
+    Raises:
+        ShapeError: A mask that doesn't fit.
+        InputError: A rank that isn't between 1 and d.
+
+    Examples:
+        >>> pca(torch.tensor([[0.0, 5.0], [1.0, -5.0]]), rank=1).basis.abs().argmax()
+        tensor(1)
+    """
+    (x,) = flat_rows(X, mask=mask)
+    mean, covariance = moments(x)
+    return top_pca(rank, covariance, mean, label=label)
+
+
+def top_pca(rank: int, covariance: Tensor, mean: Tensor, *, label: str = "top pca") -> Subspace:
+    """The directions of largest variance of a known covariance: the control of equal rank that costs most.
+
+    Args:
+        rank: How many directions.
+        covariance: Σ of the activations. (d, d)
+        mean: Mean activation. (d,)
+        label: Name.
+
+    Returns:
+        Largest variance first.
+
+    Raises:
+        ShapeError: Σ and mean that don't fit together.
+        InputError: A rank that isn't between 1 and d.
+
+    Examples:
+        >>> top_pca(1, torch.diag(torch.tensor([1.0, 3.0])), torch.zeros(2)).basis.abs()
+        tensor([[0., 1.]], dtype=torch.float64)
+    """
+    _, vectors = _eigen(covariance)
+    _check_rank(rank, len(vectors))
+    return Subspace(vectors[:, :rank].mT.contiguous(), mean, label)
+
+
+def svd(X: Tensor, rank: int, mask: Tensor | None = None, *, label: str = "svd") -> Subspace:
+    """The right singular vectors of the activations as they are, not centred.
+
+    Where activations have a large mean, that mean is the first direction. The subspace has mean
+    zero, so ``project_out`` and ``project_out_raw`` agree.
+
+    Args:
+        X: Activations. (..., d)
+        rank: How many directions.
+        mask: True for the rows to use. (...)
+        label: Name.
+
+    Returns:
+        Largest singular value first.
+
+    Raises:
+        ShapeError: A mask that doesn't fit.
+        InputError: A rank that isn't between 1 and d.
+
+    Examples:
+        >>> svd(torch.tensor([[9.0, 1.0], [9.0, -1.0]]), rank=1).basis.abs()
+        tensor([[1., 0.]], dtype=torch.float64)
+    """
+    (x,) = flat_rows(X, mask=mask)
+    mean, covariance = moments(x)
+    return top_pca(rank, covariance + torch.outer(mean, mean), torch.zeros_like(mean), label=label)
+
+
+def random(
+    rank: int, d: int, seed: int = 0, *, mean: Tensor | None = None, label: str = "random"
+) -> Subspace:
+    """A subspace drawn uniformly among all of its rank.
+
+    Args:
+        rank: How many directions.
+        d: Width of the activations.
+        seed: Seeds the draw.
+        mean: Mean activation; default: zeros. (d,)
+        label: Name.
+
+    Returns:
+        Orthonormal rows, drawn from Haar measure.
+
+    Raises:
+        InputError: A rank that isn't between 1 and d.
+
+    Examples:
+        >>> random(2, 5, seed=1)
+        Subspace(rank=2, d=5, label='random')
+    """
+    _check_rank(rank, d)
+    gen = torch.Generator().manual_seed(seed)
+    rows = torch.linalg.qr(torch.randn(d, rank, generator=gen, dtype=torch.float64)).Q.mT
+    return Subspace(rows.contiguous(), torch.zeros(d) if mean is None else mean, label)
+
+
+def random_matched(
+    target: Subspace | Eraser,
+    covariance: Tensor,
+    n: int = 20,
+    seed: int = 0,
+    *,
+    mean: Tensor | None = None,
+    tol: float = 0.01,
+    max_overlap: float = 0.95,
+    label: str = "random matched",
+) -> list[Subspace]:
+    """Random subspaces that have the target's rank and remove the variance that the target removes.
+
+    Each draw starts from a uniform random frame G and moves it along span(Λ^{β/2} G), with Λ the
+    eigenvalues of Σ, to the β at which tr QΣQᵀ is the target's. β = 0 is the uniform draw, β = 1 a
+    draw from the activations' own distribution, and β → ±∞ ends in the directions of largest or
+    smallest variance, so every target is met; the family is the matrix angular central Gaussian one.
+
+    When the target is close to those ends, only its own neighbourhood removes as much, and a
+    matched draw is no control. That is refused, by the overlap with the target.
+
+    Args:
+        target: The subspace to match, or an eraser, by the mean squared length of its edit.
+        covariance: Σ of the activations. (d, d)
+        n: How many draws.
+        seed: Seeds the draws.
+        mean: Mean activation; default: the target's. (d,)
+        tol: Largest relative error of the variance.
+        max_overlap: Refuse when the draws' mean overlap with the target (``Subspace.overlap``) is
+            above this. Report it below: controls that share most of the target understate its effect.
+        label: Name.
+
+    Returns:
+        The draws.
+
+    Raises:
+        ShapeError: Σ of another width.
+        InputError: No variance to match, nothing to vary, or draws that coincide with the target.
+
+    Source:
+        Chikuse 1990, Journal of Multivariate Analysis 33 (the distribution of the span).
+
+    Examples:
+        >>> sigma = torch.diag(torch.arange(1.0, 21.0))
+        >>> target = random(3, 20, seed=9)
+        >>> draws = random_matched(target, sigma, n=4)
+        >>> all(abs(q.variance_removed(sigma) / target.variance_removed(sigma) - 1) < 0.01 for q in draws)
+        True
+    """
+    if n < 1:
+        raise InputError(f"n={n}: give the number of draws, at least 1")
+    wanted = target.variance_removed(covariance)
+    values, vectors = _eigen(covariance)
+    rank, d = target.rank, target.d
+    if rank == 0 or rank == d:
+        raise InputError(f"rank {rank} of {d}: there is only one subspace of that rank, so none is random")
+    if not wanted > 1e-12 * float(values.sum()):
+        raise InputError("the target removes no variance: its directions are constant over the activations")
+    gen = torch.Generator().manual_seed(seed)
+    frames = torch.randn(n, d, rank, generator=gen, dtype=torch.float64).to(values.device)
+    rows = [vectors @ frame for frame in matched_frames(frames, values, wanted, tol)]
+    centre = target.mean if mean is None else mean
+    found = [Subspace(q.mT.contiguous(), centre, label) for q in rows]
+    got = [q.variance_removed(covariance) for q in found]
+    worst = max(abs(v / wanted - 1) for v in got)
+    if worst > tol:
+        raise InputError(
+            f"no random subspace of rank {rank} removes the target's variance {wanted:.4g} within {tol:.1%} "
+            f"(off by {worst:.1%}): the target is at the end of what this rank can remove, "
+            f"{float(values[-rank:].sum()):.4g} to {float(values[:rank].sum()):.4g}"
+        )
+    span = target.basis if isinstance(target, Subspace) else orthonormal_rows(target.left.mT)
+    shared = sum(Subspace(span, centre).overlap(q) for q in found) / n
+    if shared > max_overlap:
+        raise InputError(
+            f"subspaces that remove as much variance as the target nearly coincide with it "
+            f"(overlap {shared:.3f}, allowed {max_overlap}): it holds the activations' extreme directions. "
+            "Compare with top_pca and random instead, or raise max_overlap and report it."
+        )
+    return found
+
+
+def moments(X: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Mean and covariance (divided by n), in float64.
+
+    Args:
+        X: Activations. (..., d)
+        mask: True for the rows to use. (...)
+
+    Returns:
+        (d,) and (d, d)
+
+    Raises:
+        ShapeError: A mask that doesn't fit.
+        InputError: No rows, or NaN.
+
+    Examples:
+        >>> moments(torch.tensor([[0.0, 1.0], [2.0, 1.0]]))[1]
+        tensor([[1., 0.],
+                [0., 0.]], dtype=torch.float64)
+    """
+    (x,) = flat_rows(X, mask=mask)
+    if not len(x):
+        raise InputError("no rows: the mask is False everywhere or the activations are empty")
+    parts = x.split(_CHUNK)
+    mean = sum((wide(p).sum(0) for p in parts[1:]), wide(parts[0]).sum(0)) / len(x)
+    covariance = torch.zeros(x.shape[1], x.shape[1], dtype=mean.dtype, device=mean.device)
+    for part in parts:
+        centred = wide(part) - mean
+        covariance.addmm_(centred.mT, centred)
+    if not bool(torch.isfinite(covariance).all()):
+        raise InputError("activations hold NaN or infinity: mask those rows")
+    return mean, covariance / len(x)
+
+
+def _eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
+    sigma = tensor_of("covariance", covariance)
+    sigma = wide(square(sigma, len(sigma) if sigma.ndim else 0))
+    if not len(sigma) or not bool(torch.isfinite(sigma).all()):
+        raise InputError("the covariance is empty, or holds NaN or infinity")
+    values, vectors = torch.linalg.eigh((sigma + sigma.mT) / 2)
+    return values.flip(0).clamp(min=0), vectors.flip(1)
+
+
+def _cut(basis: Tensor, rank: int | None) -> Tensor:
+    if rank is None:
+        return basis
+    _check_rank(rank, len(basis))
+    return basis[:rank]
+
+
+def _check_rank(rank: int, most: int) -> None:
+    if not isinstance(rank, int) or not 1 <= rank <= most:
+        raise InputError(f"rank must be an integer from 1 to {most}, got {rank!r}")

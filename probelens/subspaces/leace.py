@@ -1,0 +1,385 @@
+"""LEACE: the smallest affine edit of activations after which no linear probe does better than chance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from probelens.errors import InputError, ShapeError
+from probelens.numerics.tensors import tensor_of
+from probelens.results.result import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Eraser", "LeaceFitter", "flat_rows", "leace", "wide"]
+
+_CHUNK = 8192  # rows promoted to float64 at once
+_MAX_CLASSES = 20_000  # ids beyond this are token ids or hashes, and their covariance would fill the memory
+
+
+@dataclass(frozen=True)
+class Eraser(Result):
+    """The affine map r(x) = x − L R (x − μ), with I − L R a projection.
+
+    It is oblique: what it subtracts leaves the class means equal at the least expected change of
+    x, so it need not be orthogonal to the directions it reads.
+
+    Args:
+        left: L, the directions that change. (d, rank)
+        right: R, the directions that are read. (rank, d)
+        mean: μ, which the map leaves in place. (d,)
+        correlations: Canonical correlations that were erased, largest first. (rank,)
+        label: What was erased.
+
+    Source:
+        Belrose et al. 2023, arXiv 2306.03819.
+    """
+
+    left: Tensor
+    right: Tensor
+    mean: Tensor
+    correlations: Tensor
+    label: str = ""
+
+    @property
+    def rank(self) -> int:
+        """Number of directions erased; at most classes − 1."""
+        return self.right.shape[0]
+
+    @property
+    def d(self) -> int:
+        """Width of the activations."""
+        return self.right.shape[1]
+
+    @property
+    def matrix(self) -> Tensor:
+        """I − L R. (d, d)"""
+        return torch.eye(self.d, dtype=self.left.dtype, device=self.left.device) - self.left @ self.right
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Erase.
+
+        Args:
+            x: Activations. (..., d)
+
+        Returns:
+            Activations of the same shape, dtype and device, computed in float64; ``x`` is not changed.
+
+        Raises:
+            ShapeError: ``x`` has another width.
+
+        Examples:
+            >>> X = torch.tensor([[0.0, 1.0], [2.0, 1.5], [0.0, -1.0], [2.0, -1.5]])
+            >>> eraser = leace(X, torch.tensor([0, 1, 0, 1]))
+            >>> eraser(X)[:, 0]
+            tensor([1., 1., 1., 1.])
+        """
+        x = tensor_of("activations", x)
+        if x.shape[-1:] != (self.d,):
+            raise ShapeError(
+                f"eraser {self.label!r} was fitted on width {self.d}, got activations {tuple(x.shape)}"
+            )
+        full = wide(x)
+        left, right, mean = (t.to(full.device) for t in (self.left, self.right, self.mean))
+        return (full - (full - mean) @ right.mT @ left.mT).to(device=x.device, dtype=x.dtype)
+
+    def variance_removed(self, covariance: Tensor) -> float:
+        """E‖x − r(x)‖² = tr L R Σ Rᵀ Lᵀ: for an orthogonal projection, the variance that it takes away.
+
+        Args:
+            covariance: Σ of the activations. (d, d)
+
+        Returns:
+            The mean squared length of the edit.
+
+        Raises:
+            ShapeError: Σ of another width.
+        """
+        inner = self.right @ square(covariance, self.d).to(self.right.device) @ self.right.mT
+        return float(((self.left @ inner) * self.left).sum())
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """One row for each erased direction, with its canonical correlation."""
+        import pandas as pd
+
+        table = pd.DataFrame({"direction": range(self.rank), "correlation": self.correlations.tolist()})
+        return table.assign(label=self.label)
+
+    def __repr__(self) -> str:
+        return f"Eraser(rank={self.rank}, d={self.d}, label={self.label!r})"
+
+
+class LeaceFitter:
+    """Collects means and covariances batch by batch, then gives the eraser.
+
+    r(x) = x − W⁺ P W (x − E x) with W = (Σ_xx^{1/2})⁺ and P the orthogonal projector on the columns
+    of W Σ_xz. Afterwards Σ_xz is zero, so all classes have the same mean, and then and only then
+    no linear predictor with a convex loss beats a constant. Among such maps it moves x least, in
+    every norm. This is exact on the rows fitted; on new rows what is left shrinks with d / n.
+
+    No covariance is shrunk and nothing is truncated but rounding noise: both leave a residue that
+    a refitted probe finds.
+
+    Args:
+        tol: Canonical correlations up to this count as zero.
+
+    Raises:
+        InputError: ``tol`` outside [0, 1).
+
+    Units:
+        Memory: d² + d k numbers in float64, whatever the number of rows. Time: O(n d²) to collect,
+        O(d³) for the eraser.
+
+    Source:
+        Belrose et al. 2023, arXiv 2306.03819, theorems 3.1 and 4.2. Merging of batches: Chan,
+        Golub and LeVeque 1983.
+
+    Examples:
+        >>> fitter = LeaceFitter()
+        >>> for part in torch.randn(4, 50, 3, generator=torch.Generator().manual_seed(0)):
+        ...     _ = fitter.update(part, (part[:, 0] > 0).long())
+        >>> fitter.n, fitter.eraser.rank
+        (200, 1)
+    """
+
+    def __init__(self, *, tol: float = 1e-8) -> None:
+        if not 0 <= tol < 1:
+            raise InputError(f"tol is a correlation, so it must be at least 0 and under 1, got {tol}")
+        self.tol = tol
+        self.n = 0
+        self._eraser: Eraser | None = None
+
+    @torch.no_grad()
+    def update(self, X: Tensor, y: Tensor, mask: Tensor | None = None) -> LeaceFitter:
+        """Add a batch.
+
+        Args:
+            X: Activations. (..., d)
+            y: Integer class ids (...), of any number of classes, which later batches may extend; or
+                numbers to erase, (...) or (..., k), one-hot or continuous.
+            mask: True for the rows to use. (...)
+
+        Returns:
+            The fitter itself.
+
+        Raises:
+            ShapeError: Labels, mask or width that don't fit.
+            InputError: NaN, or negative class ids.
+        """
+        x, z = flat_rows(X, y, mask=mask)
+        classes = not z.is_floating_point() and z.ndim == 1
+        if classes and len(z) and int(z.min()) < 0:
+            raise InputError(f"class ids must not be negative, got {int(z.min())}: mask rows without a label")
+        width = int(z.max()) + 1 if classes and len(z) else 0
+        if width > _MAX_CLASSES:
+            raise InputError(f"class ids go up to {width - 1}: number the classes that occur from 0")
+        for start in range(0, len(x), _CHUNK):
+            part = wide(x[start : start + _CHUNK])
+            label = z[start : start + _CHUNK].to(part.device)
+            if classes:
+                label = torch.nn.functional.one_hot(label.long(), width)
+            label = label.reshape(len(part), -1).to(part.dtype)
+            if not bool(torch.isfinite(part).all() and torch.isfinite(label).all()):
+                raise InputError("activations or labels hold NaN or infinity: mask those rows")
+            means = part.mean(0), label.mean(0)
+            dx, dz = part - means[0], label - means[1]
+            self._merge(len(part), *means, dx.mT @ dx, dx.mT @ dz, dz.mT @ dz, classes)
+        return self
+
+    def merge(self, other: LeaceFitter) -> LeaceFitter:
+        """Add what another fitter collected, for example in another process.
+
+        Args:
+            other: A fitter of the same width and kind of label; it is left as it is.
+
+        Returns:
+            The fitter itself.
+        """
+        if other.n:
+            self._merge(other.n, other.mean, other._mean_z, other._xx, other._xz, other._zz, other._classes)
+        return self
+
+    def _merge(
+        self, n: int, mean: Tensor, mean_z: Tensor, xx: Tensor, xz: Tensor, zz: Tensor, classes: bool
+    ) -> None:
+        self._eraser = None
+        if self.n == 0:
+            self.n, self._classes = n, classes
+            self.mean, self._mean_z, self._xx, self._xz, self._zz = mean, mean_z, xx, xz, zz
+            return
+        if mean.shape != self.mean.shape:
+            raise ShapeError(f"earlier batches had width {len(self.mean)}, this one has {len(mean)}")
+        if classes != self._classes or (not classes and mean_z.shape != self._mean_z.shape):
+            raise ShapeError("labels of this batch are of another kind or width than those of earlier ones")
+        # A class not seen yet is a column of zeros, and those have no mean and no covariance.
+        k = max(len(mean_z), len(self._mean_z))
+        ours, theirs = ([_pad(t, k) for t in s] for s in ((self._mean_z, self._xz), (mean_z, xz)))
+        total = self.n + n
+        dx, dz = mean - self.mean, theirs[0] - ours[0]
+        weight = self.n * n / total
+        self._xx = self._xx + xx + weight * torch.outer(dx, dx)
+        self._xz = ours[1] + theirs[1] + weight * torch.outer(dx, dz)
+        self._zz = _pad(_pad(self._zz, k).mT, k) + _pad(_pad(zz, k).mT, k) + weight * torch.outer(dz, dz)
+        self.mean = self.mean + dx * (n / total)
+        self._mean_z = ours[0] + dz * (n / total)
+        self.n = total
+
+    @property
+    def covariance(self) -> Tensor:
+        """Σ_xx, divided by n. (d, d)"""
+        self._need_rows()
+        return (self._xx + self._xx.mT) / (2 * self.n)
+
+    @property
+    def cross_covariance(self) -> Tensor:
+        """Σ_xz, divided by n; a column per class. (d, k)"""
+        self._need_rows()
+        return self._xz / self.n
+
+    @property
+    def eraser(self) -> Eraser:
+        """The eraser of everything collected so far.
+
+        Raises:
+            InputError: No rows, or one class only.
+        """
+        if self._eraser is None:
+            self._eraser = self._solve()
+        return self._eraser
+
+    def _need_rows(self) -> None:
+        if self.n == 0:
+            raise InputError("no rows yet: call update(X, y) first, and check that the mask isn't all False")
+
+    def _solve(self) -> Eraser:
+        self._need_rows()
+        rounding = 1e-24 * self._mean_z.square() * self.n  # what it leaves of a constant label
+        varies = (self._zz.diagonal() > rounding).to(self._zz)
+        root_z, _ = _whitening(self._zz * torch.outer(varies, varies) / self.n, floor=1e-10)
+        if root_z.shape[1] == 0:
+            raise InputError(
+                f"the label is constant over {self.n} rows (one class only): there is nothing to erase"
+            )
+        eps = torch.finfo(self._xx.dtype).eps
+        white, unwhite = _whitening(self.covariance, floor=len(self.mean) * eps)
+        # With z whitened as well the singular values are canonical correlations, between 0 and 1, and a
+        # tolerance on them means the same for every scale of x and every class balance.
+        u, s, _ = torch.linalg.svd(white.mT @ self.cross_covariance @ root_z, full_matrices=False)
+        keep = s > self.tol
+        if unwhite.shape[1] < len(unwhite):
+            # Σ lost rank: a new row's part off its support carries nothing of the label, and must not be read.
+            white = _pseudo_inverse(unwhite)
+        return Eraser(
+            left=(unwhite @ u[:, keep]).contiguous(),
+            right=(white @ u[:, keep]).mT.contiguous(),
+            mean=self.mean,
+            correlations=s[keep].clamp(max=1.0),
+            label="leace",
+        )
+
+
+def leace(X: Tensor, y: Tensor, mask: Tensor | None = None, *, tol: float = 1e-8) -> Eraser:
+    """The least-squares eraser of a label, in one call.
+
+    Args:
+        X: Activations. (..., d)
+        y: Integer class ids (...), or numbers to erase, (...) or (..., k).
+        mask: True for the rows to use. (...)
+        tol: Canonical correlations up to this count as zero.
+
+    Returns:
+        An eraser, called as ``eraser(x)``. Rank at most classes − 1.
+
+    Raises:
+        ShapeError: Labels or mask that don't fit.
+        InputError: NaN, negative class ids, or one class only.
+
+    Source:
+        Belrose et al. 2023, arXiv 2306.03819.
+
+    Examples:
+        >>> X = torch.randn(100, 4, generator=torch.Generator().manual_seed(0))
+        >>> y = (X[:, 1] > 0).long()
+        >>> after = leace(X, y)(X)
+        >>> bool(torch.allclose(after[y == 0].mean(0), after[y == 1].mean(0), atol=1e-6))
+        True
+    """
+    return LeaceFitter(tol=tol).update(X, y, mask).eraser
+
+
+def wide(x: Tensor) -> Tensor:
+    """A tensor in float64, on the CPU where its device has no float64."""
+    return (x.cpu() if x.device.type == "mps" else x).double()
+
+
+def square(covariance: Tensor, d: int) -> Tensor:
+    """A covariance in float64. Raises ShapeError if it isn't (d, d)."""
+    sigma = tensor_of("covariance", covariance)
+    if sigma.shape != (d, d):
+        raise ShapeError(f"covariance must be ({d}, {d}), got {tuple(sigma.shape)}")
+    return wide(sigma)
+
+
+def flat_rows(X: Any, *labels: Any, mask: Any = None) -> tuple[Tensor, ...]:
+    """Activations as (row, d), and what belongs to each row, without the masked rows.
+
+    Args:
+        X: Activations, a tensor or an array. (..., d)
+        *labels: Tensors of one value (...) or several (..., k) per row.
+        mask: True for the rows to use. (...)
+
+    Returns:
+        The rows, then each of ``labels`` as (row,) or (row, k).
+
+    Raises:
+        ShapeError: Labels or mask that don't fit the activations.
+    """
+    x = tensor_of("activations", X).detach()
+    if x.ndim < 2 or not x.shape[-1] or not x.is_floating_point():
+        raise ShapeError(f"activations must be floating, (..., d), got {x.dtype} of shape {tuple(x.shape)}")
+    lead = x.shape[:-1]
+    keep = None if mask is None else tensor_of("the mask", mask).bool()
+    if keep is not None and keep.shape != lead:
+        raise ShapeError(
+            f"the mask must have shape {tuple(lead)}, as the activations, got {tuple(keep.shape)}"
+        )
+    found = [x.reshape(lead.numel(), x.shape[-1])]
+    for label in labels:
+        z = tensor_of("labels", label).detach()
+        if z.shape != lead and z.shape[:-1] != lead:
+            raise ShapeError(
+                f"labels must have shape {tuple(lead)}, as the activations, got {tuple(z.shape)}"
+            )
+        found.append(z.reshape(lead.numel(), *z.shape[len(lead) :]))
+    if keep is None:
+        return tuple(found)
+    return tuple(t[keep.reshape(-1).to(t.device)] for t in found)
+
+
+def _whitening(covariance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """Factors A, B with Aᵀ Σ A = I and A Bᵀ the identity on the support of Σ.
+
+    Eigenvalues are those of the correlations: a feature of huge scale, which residual streams have,
+    then can't push small ones under the floor. LEACE doesn't depend on the scale of features, but where Σ lost rank:
+    A then reads what lies off the support too, where the pseudo-inverse of B doesn't.
+    """
+    scale = covariance.diagonal().clamp(min=0).sqrt()
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    values, vectors = torch.linalg.eigh(covariance / torch.outer(scale, scale))
+    keep = values > values[-1].clamp(min=0) * floor
+    root = values[keep].sqrt()
+    return vectors[:, keep] / root / scale[:, None], vectors[:, keep] * root * scale[:, None]
+
+
+def _pseudo_inverse(tall: Tensor) -> Tensor:
+    """Transposed, of a matrix of full column rank: zero on everything orthogonal to its columns. (d, r)"""
+    q, r = torch.linalg.qr(tall)
+    return torch.linalg.solve_triangular(r, q.mT, upper=True).mT
+
+
+def _pad(t: Tensor, k: int) -> Tensor:
+    return torch.nn.functional.pad(t, (0, k - t.shape[-1]))

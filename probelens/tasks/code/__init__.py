@@ -1,0 +1,1 @@
+"""Bracket depth of real Python code."""

@@ -1,0 +1,1 @@
+"""How tasks draw words, walks and pairs."""
