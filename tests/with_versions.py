@@ -27,15 +27,15 @@ from packaging.requirements import Requirement
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 FILES = (
-    "test_conformance.py", "test_hybrids.py", "test_model.py", "test_verify.py", "test_registry.py",
-    "test_mamba_ssm.py", "test_ssm.py",
+    "adapters/test_conformance.py", "adapters/test_hybrids.py", "hooks/test_model.py", "hooks/test_verify.py", "hooks/test_registry.py",
+    "adapters/test_mamba_ssm.py", "kernels/test_ssm.py",
 )  # fmt: skip
 # What stands on the other requirements: scikit-learn, pandas, plotly, pyarrow, safetensors, einops, tqdm, numpy.
 MORE = (
-    "test_models.py", "test_rnn.py", "test_training.py", "test_collect.py", "test_cache.py", "test_edits.py",
-    "test_patching.py", "test_ablation.py", "test_probing_linear.py", "test_probing_solver.py",
-    "test_probing_protocol.py", "test_probing_mlp.py", "test_subspaces.py", "test_stats.py", "test_plots.py",
-    "test_report.py", "test_results.py", "test_experiments.py",
+    "models/test_models.py", "kernels/test_rnn.py", "models/test_training.py", "running/test_collect.py", "hooks/test_cache.py", "hooks/test_edits.py",
+    "patching/test_patch.py", "ablation/test_ablate.py", "probing/test_linear.py", "probing/test_logistic.py",
+    "probing/test_probe.py", "probing/test_mlp.py", "subspaces/test_subspaces.py", "numerics/test_stats.py", "results/test_plots.py",
+    "results/test_report.py", "results/test_results.py", "experiments/test_experiments.py",
 )  # fmt: skip
 SAY = """
 import importlib.metadata, json, sys
