@@ -13,8 +13,10 @@ from probelens.adapters.hf.blocks import ATTENTION, MIXERS, MLP, BlockParts, fir
 from probelens.adapters.hf.decoder import HFAdapter, is_hf
 from probelens.adapters.hf.transformer import HFTransformer
 from probelens.errors import InputError, nearest
-from probelens.hooks.adapter import Adapter, ModelConfig
-from probelens.hooks.switchboard import HookPoint, Tap
+from probelens.hooks.adapter import Adapter
+from probelens.hooks.config import ModelConfig
+from probelens.hooks.points import HookPoint
+from probelens.hooks.switchboard import Tap
 
 __all__ = ["Generic"]
 

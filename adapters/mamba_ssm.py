@@ -20,16 +20,12 @@ from probelens.adapters.hf import mixers as _mamba
 from probelens.adapters.hf.blocks import join
 from probelens.adapters.mamba_ssm_files import load as load_checkpoint
 from probelens.errors import InputError
-from probelens.hooks.adapter import (
-    RESID,
-    Adapter,
-    ModelConfig,
-    StopForward,
-    refuse_replaced_forward,
-    swapped_forward,
-)
+from probelens.hooks.adapter import RESID, Adapter
+from probelens.hooks.config import ModelConfig, StopForward
+from probelens.hooks.forwards import refuse_replaced_forward, swapped_forward
 from probelens.hooks.model import HookedModel
-from probelens.hooks.switchboard import HookPoint, Switchboard, Tap
+from probelens.hooks.points import HookPoint
+from probelens.hooks.switchboard import Switchboard, Tap
 from probelens.kernels.ssm import is_mamba2, mamba2_mixer, mamba_mixer
 
 __all__ = ["MambaSSM", "MambaSSMModel", "load_checkpoint"]

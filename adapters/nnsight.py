@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from probelens.errors import AdapterNotFoundError, InputError, ShapeError
-from probelens.hooks.adapter import Adapter, Call, StopForward
+from probelens.hooks.adapter import Adapter
+from probelens.hooks.config import Call, StopForward
 from probelens.hooks.model import HookedModel
+from probelens.hooks.points import HookPoint, Site
 from probelens.hooks.registry import find_adapter
-from probelens.hooks.switchboard import Entry, HookPoint, Site, Switchboard
+from probelens.hooks.switchboard import Entry, Switchboard
 
 __all__ = ["NNsight"]
 
@@ -183,13 +185,11 @@ class Remote(Adapter):
         return out
 
     def _before(self, point: HookPoint, layer: int) -> bool:
-        if point.name.startswith("blocks."):
-            return point.layer() < layer
-        return point.name == "hook_embed"
+        return point.name == "hook_embed" if point.block is None else point.block < layer
 
     def _visit(self, name: str, entries: list[tuple[int, Entry]]) -> _Visit:
         point = entries[0][1].point
-        layer = point.layer() if name.startswith("blocks.") else None
+        layer = point.block
         # What a hook is told travels with it, so it is made of nothing that only exists here.
         hook = SimpleNamespace(
             name=name,

@@ -15,17 +15,11 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from probelens.adapters.hf.decoder import is_hf
 from probelens.errors import InputError
-from probelens.hooks.adapter import (
-    NOTES,
-    RESID,
-    Adapter,
-    Call,
-    ModelConfig,
-    StopForward,
-    refuse_replaced_forward,
-    swapped_forward,
-)
-from probelens.hooks.switchboard import HookPoint, Tap
+from probelens.hooks.adapter import NOTES, RESID, Adapter
+from probelens.hooks.config import Call, ModelConfig, StopForward
+from probelens.hooks.forwards import refuse_replaced_forward, swapped_forward
+from probelens.hooks.points import HookPoint
+from probelens.hooks.switchboard import Tap
 from probelens.hooks.unwrap import own_layers, unadapted
 from probelens.kernels.rnn import rnn_forward, rnn_points
 

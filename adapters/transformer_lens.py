@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from probelens.errors import AdapterNotFoundError, InputError, ShapeError
-from probelens.hooks.adapter import Adapter, Call, ModelConfig
+from probelens.hooks.adapter import Adapter
+from probelens.hooks.config import Call, ModelConfig
 from probelens.hooks.model import HookedModel
-from probelens.hooks.switchboard import HookPoint, Switchboard
+from probelens.hooks.points import HookPoint
+from probelens.hooks.switchboard import Switchboard
 
 __all__ = ["TransformerLens"]
 

@@ -41,7 +41,7 @@ from .hooks.adapter import Adapter as Adapter
 from .hooks.cache import ActivationCache as ActivationCache
 from .hooks.model import HookedModel as HookedModel
 from .hooks.points import HookPoint as HookPoint
-from .hooks.switchboard import at as at
+from .hooks.points import at as at
 from .models import training as training
 from .models.loading import load as load
 from .models.loading import wrap as wrap

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from probelens.adapters.hf.blocks import first_child, join
 from probelens.errors import AdapterNotFoundError, InputError
-from probelens.hooks.adapter import Adapter, Call, ModelConfig
+from probelens.hooks.adapter import Adapter
+from probelens.hooks.config import Call, ModelConfig
 from probelens.hooks.unwrap import unadapted
 
 _BLOCK_LISTS = ("layers", "h", "blocks", "decoder.layers", "block")

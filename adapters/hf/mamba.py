@@ -10,7 +10,8 @@ from torch import nn
 from probelens.adapters.hf import mixers as _mamba
 from probelens.adapters.hf.blocks import join
 from probelens.adapters.hf.decoder import HFAdapter, is_hf
-from probelens.hooks.switchboard import HookPoint, Tap
+from probelens.hooks.points import HookPoint
+from probelens.hooks.switchboard import Tap
 
 if TYPE_CHECKING:
     from probelens.hooks.model import HookedModel

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from probelens.errors import InputError
-from probelens.hooks.adapter import Adapter, refuse_replaced_forward, replaced_forward, swapped_forward
-from probelens.hooks.forwards import makeup
-from probelens.hooks.switchboard import HookPoint, Tap
+from probelens.hooks.adapter import Adapter
+from probelens.hooks.forwards import makeup, refuse_replaced_forward, replaced_forward, swapped_forward
+from probelens.hooks.points import HookPoint
+from probelens.hooks.switchboard import Tap
 from probelens.kernels.ssm import (
     MAMBA2_POINTS,
     MAMBA_POINTS,

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from probelens.hooks.adapter import swapped_forward
+from probelens.hooks.forwards import swapped_forward
 from probelens.hooks.model import HookedModel
 from probelens.kernels.ssm import is_mamba2, mamba2_mixer, mamba_mixer
 from probelens.running.sweep.resume import Resumer

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from probelens.adapters.hf import attention as _attention
 from probelens.adapters.hf.blocks import ATTENTION, BlockParts, first_child, join, parts_of, uses_interface
 from probelens.adapters.hf.decoder import HFAdapter, is_hf
-from probelens.hooks.switchboard import HookPoint, Switchboard, Tap, attach_to_module
+from probelens.hooks.points import HookPoint
+from probelens.hooks.switchboard import Switchboard, Tap, attach_to_module
 
 if TYPE_CHECKING:
     from probelens.hooks.model import HookedModel
@@ -140,14 +141,10 @@ class HFTransformer(HFAdapter):
         return points
 
     def attach(self, board: Switchboard, point: HookPoint) -> Sequence[Any]:
-        head, _, tail = point.name.partition(".")[2].partition(".")
-        if (
-            point.name.startswith("blocks.")
-            and head.isdigit()
-            and (tail.startswith("mlp.") or tail in ("hook_mlp_out", "hook_resid_mid"))
-        ):
+        flat = ".mlp." in point.name or point.name.endswith((".hook_mlp_out", ".hook_resid_mid"))
+        if point.block is not None and flat:
             # Some blocks (OPT's) and some mixtures of experts run on (batch · pos, d_model).
-            return _attach_unflattened(board, point, self.module.get_submodule(self.blocks[int(head)]))
+            return _attach_unflattened(board, point, self.module.get_submodule(self.blocks[point.block]))
         return attach_to_module(board, point)
 
     def instrumented_paths(self) -> list[str]:

@@ -20,7 +20,7 @@ from probelens.errors import InputError, ShapeError
 from probelens.numerics.tensors import tensor_of
 
 if TYPE_CHECKING:
-    from probelens.hooks.switchboard import HookPoint
+    from probelens.hooks.points import HookPoint
     from probelens.subspaces.fitted import Subspace
 
 __all__ = [

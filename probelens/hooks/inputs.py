@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
-from probelens.hooks.adapter import Call
+from probelens.hooks.config import Call
 from probelens.hooks.names import PointNames
 from probelens.hooks.padding import positions_told
 

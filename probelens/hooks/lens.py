@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError
-from probelens.hooks.adapter import Call, ModelConfig
+from probelens.hooks.config import Call, ModelConfig
 from probelens.hooks.inputs import ModelInputs
 from probelens.hooks.names import NamesFilter
-from probelens.hooks.points import HookPoint
-from probelens.hooks.switchboard import Direction, HookFn
+from probelens.hooks.points import Direction, HookFn, HookPoint
 
 __all__ = ["LensMethods", "explained"]
 

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from probelens.errors import InputError, UnknownHookError
-from probelens.hooks.adapter import Adapter, ModelConfig, StopForward
+from probelens.hooks.adapter import Adapter
 from probelens.hooks.cache import ActivationCache, Slice
+from probelens.hooks.config import ModelConfig, StopForward
 from probelens.hooks.eager import eager
 from probelens.hooks.inputs import described
 from probelens.hooks.lens import LensMethods
 from probelens.hooks.names import NamesFilter
-from probelens.hooks.points import HookPoint
+from probelens.hooks.points import Direction, HookFn, HookPoint
 from probelens.hooks.recording import recorders, without_batch
-from probelens.hooks.switchboard import Direction, Entry, HookFn, Switchboard, check_fired
+from probelens.hooks.switchboard import Entry, Switchboard, check_fired
 from probelens.hooks.trials import chained
 
 if TYPE_CHECKING:
@@ -157,8 +158,8 @@ class HookedModel(LensMethods):
     def _reached(self, point: HookPoint, start: int | None, stop: int | None) -> bool:
         """Whether a run from block ``start`` to block ``stop`` comes by this point."""
         n = self.adapter.cfg.n_layers
-        if point.name.startswith("blocks."):
-            layer = point.layer()
+        if point.block is not None:
+            layer = point.block
         elif point.name in self._points:
             layer = -1 if point.name in ("hook_embed", "hook_pos_embed") else n
         else:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from probelens.errors import UnknownHookError, nearest
-from probelens.hooks.adapter import Adapter, ModelConfig
+from probelens.hooks.adapter import Adapter
+from probelens.hooks.config import ModelConfig
 from probelens.hooks.points import HookPoint, Site
 
 if TYPE_CHECKING:

@@ -1,18 +1,24 @@
-"""Hook points: what is told of one named tensor in a model, and how to reach it in a module's call."""
+"""Hook points: named tensors of a model, hooks limited to positions of them, and how to find them in a call."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from probelens.errors import InputError, ShapeError
 
-__all__ = ["HookPoint", "Site", "first_argument", "pick", "put"]
+__all__ = ["At", "Direction", "HookFn", "HookPoint", "Site", "at", "first_argument", "pick", "put"]
+
+HookFn = Callable[..., "Tensor | None"]
+"""A hook: `fn(tensor, hook)` returns the tensor to go on with, or None for no change."""
+Direction = Literal["fwd", "bwd"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,8 @@ class HookPoint:
         pos: The step, in what a state point's hook is told.
         length: How many steps there are.
         owner: Gives the model that the point belongs to.
+        block: Number of the block that the point belongs to, taken from a canonical name; None for a point of the
+            whole model.
     """
 
     name: str
@@ -102,9 +110,14 @@ class HookPoint:
     pos: int | None = None
     length: int | None = None
     owner: Callable[[], Any] | None = None
+    block: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.block is None and (found := re.match(r"blocks\.(\d+)\.", self.name)):
+            self.block = int(found[1])
 
     def layer(self) -> int:
-        """The block this point belongs to.
+        """``block``, for a point that has one.
 
         Returns:
             Number of the block, from 0.
@@ -112,10 +125,9 @@ class HookPoint:
         Raises:
             InputError: The point belongs to the whole model, such as ``hook_embed``.
         """
-        parts = self.name.split(".")
-        if parts[0] == "blocks" and len(parts) > 1 and parts[1].isdigit():
-            return int(parts[1])
-        raise InputError(f"hook point {self.name!r} belongs to the whole model, not to one block")
+        if self.block is None:
+            raise InputError(f"hook point {self.name!r} belongs to the whole model, not to one block")
+        return self.block
 
     @property
     def pos_axis(self) -> int:
@@ -137,7 +149,7 @@ class HookPoint:
         """
         return HookPoint(
             self.name, self.kind, self.axes, self.module, self.aliases, self.site,
-            self.step, self.note, self.ctx, pos, length, self.owner,
+            self.step, self.note, self.ctx, pos, length, self.owner, self.block,
         )  # fmt: skip
 
     def add_hook(
@@ -197,6 +209,115 @@ def has_positions(point: HookPoint) -> bool:
         False
     """
     return not point.axes or "pos" in point.axes or "key_pos" in point.axes
+
+
+@dataclass(frozen=True)
+class At:
+    """A hook function limited to some positions; made by ``at``.
+
+    Args:
+        positions: Where; negative ones count from the end.
+        fn: ``fn(tensor, hook)`` for one position: the tensor comes without its position axis.
+    """
+
+    positions: tuple[int, ...]
+    fn: HookFn
+
+    def resolve(self, length: int) -> list[int]:
+        """The positions counted from the start.
+
+        Args:
+            length: How many positions the sequence has.
+
+        Returns:
+            Numbers from 0 to ``length`` − 1.
+
+        Raises:
+            InputError: A position outside ``length``.
+        """
+        bad = [p for p in self.positions if not -length <= p < length]
+        if bad:
+            raise InputError(
+                f"position {bad[0]} asked for, but the sequence has {length} positions: "
+                f"allowed are {-length} to {length - 1}"
+            )
+        return [p % length for p in self.positions]
+
+    def __call__(self, tensor: Tensor, hook: HookPoint) -> Tensor | None:
+        if hook.pos is not None:
+            wanted = self.resolve(hook.length) if hook.length is not None else self.positions
+            return self.fn(tensor, hook=hook) if hook.pos in wanted else None
+        axis = hook.pos_axis
+        if tensor.ndim <= axis:
+            raise ShapeError(f"{hook.name!r} gives a tensor of shape {tuple(tensor.shape)}: no position axis")
+        length = tensor.shape[axis]
+        result = None
+        for p in self.resolve(length):
+            before = (tensor if result is None else result).select(axis, p)
+            given = before.clone()
+            version = version_of(given)
+            new = self.fn(given, hook=hook.at(p, length))
+            if new is None:
+                # A hook may also write into what it gets.
+                if version_of(given) == version and (version is not None or torch.equal(given, before)):
+                    continue
+                new = given
+            if result is None:
+                result = tensor.clone()
+            result.select(axis, p).copy_(checked(new, before, hook))
+        return result
+
+
+def at(pos: int | Sequence[int], fn: HookFn) -> At:
+    """Limit a hook to positions, the same way for every kind of hook point.
+
+    Args:
+        pos: A position or several; negative ones count from the end.
+        fn: Hook function. It is called once for each position, with the tensor there
+            (batch, ...) and ``hook.pos`` set; None leaves that position alone.
+
+    Returns:
+        A hook function for ``run_with_hooks``, ``hooks`` and ``add_hook``. At a state point the
+        engine may run fused kernels between the positions named here.
+
+    Raises:
+        InputError: No position, or one that isn't an integer.
+
+    Examples:
+        >>> import torch
+        >>> hook = HookPoint("hook_embed", "boundary", ("batch", "pos", "d_model"), "embed")
+        >>> zero_first = at(0, lambda tensor, hook: torch.zeros_like(tensor))
+        >>> zero_first(torch.ones(1, 2, 3), hook=hook)
+        tensor([[[0., 0., 0.],
+                 [1., 1., 1.]]])
+    """
+    positions = (pos,) if isinstance(pos, int) or not isinstance(pos, Iterable) else tuple(pos)
+    if not positions or not all(isinstance(p, int) and not isinstance(p, bool) for p in positions):
+        raise InputError(f"at() needs a position or a list of positions (integers), got {pos!r}")
+    return At(positions, fn)
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Number of writes to a tensor; None for inference tensors, which don't count them."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def checked(new: Any, old: Tensor, hook: HookPoint) -> Tensor:
+    """What a hook returned, of the point's shape, dtype and device; a ShapeError otherwise."""
+    if not isinstance(new, Tensor):
+        raise ShapeError(
+            f"hook at {hook.name!r} returned a {type(new).__name__}. "
+            f"Return a tensor of shape {tuple(old.shape)}, or None to leave it unchanged."
+        )
+    if new.shape != old.shape:
+        axes = f" {hook.axes}" if len(hook.axes) == old.ndim else ""
+        raise ShapeError(
+            f"hook at {hook.name!r} returned shape {tuple(new.shape)}, but the point has shape "
+            f"{tuple(old.shape)}{axes}. Return that shape, or None to leave it unchanged."
+        )
+    if new.dtype == old.dtype and new.device == old.device:
+        return new
+    return new.to(device=old.device, dtype=old.dtype)
 
 
 def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> int | str:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from probelens.errors import ShapeError
 from probelens.hooks.cache import Slice, slice_positions
-from probelens.hooks.points import HookPoint
-from probelens.hooks.switchboard import At, Entry
+from probelens.hooks.points import At, HookPoint
+from probelens.hooks.switchboard import Entry
 
 __all__ = ["recorders", "without_batch"]
 

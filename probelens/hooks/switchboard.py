@@ -1,141 +1,34 @@
-"""Hooks: the switchboard that calls them at hook points, counts them and takes them away.
+"""Switchboard: calls hooks at hook points, counts the calls and removes the hooks.
 
-The switchboard puts plain PyTorch hooks on the
-user's modules while somebody listens at a point, and nothing at all otherwise.
+It puts plain PyTorch hooks on the user's modules while somebody listens at a point, and nothing otherwise.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from probelens.errors import HookNotFiredError, InputError, ShapeError, noted
+from probelens.errors import HookNotFiredError, InputError, noted
 from probelens.hooks.eager import eager, hold, release
-from probelens.hooks.points import HookPoint, Site, first_argument, pick, put
+from probelens.hooks.points import (
+    At,
+    Direction,
+    HookFn,
+    HookPoint,
+    checked,
+    first_argument,
+    pick,
+    put,
+    version_of,
+)
 
-if TYPE_CHECKING:
-    from probelens.hooks.adapter import Adapter
-
-__all__ = ["At", "HookFn", "HookPoint", "Site", "Switchboard", "Tap", "at"]
-
-HookFn = Callable[..., "Tensor | None"]
-"""A hook: `fn(tensor, hook)` returns the tensor to go on with, or None for no change."""
-Direction = Literal["fwd", "bwd"]
-
-
-@dataclass(frozen=True)
-class At:
-    """A hook function limited to some positions; made by ``at``.
-
-    Args:
-        positions: Where; negative ones count from the end.
-        fn: ``fn(tensor, hook)`` for one position: the tensor comes without its position axis.
-    """
-
-    positions: tuple[int, ...]
-    fn: HookFn
-
-    def resolve(self, length: int) -> list[int]:
-        """The positions counted from the start.
-
-        Args:
-            length: How many positions the sequence has.
-
-        Returns:
-            Numbers from 0 to ``length`` − 1.
-
-        Raises:
-            InputError: A position outside ``length``.
-        """
-        bad = [p for p in self.positions if not -length <= p < length]
-        if bad:
-            raise InputError(
-                f"position {bad[0]} asked for, but the sequence has {length} positions: "
-                f"allowed are {-length} to {length - 1}"
-            )
-        return [p % length for p in self.positions]
-
-    def __call__(self, tensor: Tensor, hook: HookPoint) -> Tensor | None:
-        if hook.pos is not None:
-            wanted = self.resolve(hook.length) if hook.length is not None else self.positions
-            return self.fn(tensor, hook=hook) if hook.pos in wanted else None
-        axis = hook.pos_axis
-        if tensor.ndim <= axis:
-            raise ShapeError(f"{hook.name!r} gives a tensor of shape {tuple(tensor.shape)}: no position axis")
-        length = tensor.shape[axis]
-        result = None
-        for p in self.resolve(length):
-            before = (tensor if result is None else result).select(axis, p)
-            given = before.clone()
-            version = _version(given)
-            new = self.fn(given, hook=hook.at(p, length))
-            if new is None:
-                # A hook may also write into what it gets.
-                if _version(given) == version and (version is not None or torch.equal(given, before)):
-                    continue
-                new = given
-            if result is None:
-                result = tensor.clone()
-            result.select(axis, p).copy_(_checked(new, before, hook))
-        return result
-
-
-def at(pos: int | Sequence[int], fn: HookFn) -> At:
-    """Limit a hook to positions, the same way for every kind of hook point.
-
-    Args:
-        pos: A position or several; negative ones count from the end.
-        fn: Hook function. It is called once for each position, with the tensor there
-            (batch, ...) and ``hook.pos`` set; None leaves that position alone.
-
-    Returns:
-        A hook function for ``run_with_hooks``, ``hooks`` and ``add_hook``. At a state point the
-        engine may run fused kernels between the positions named here.
-
-    Raises:
-        InputError: No position, or one that isn't an integer.
-
-    Examples:
-        >>> import torch
-        >>> hook = HookPoint("hook_embed", "boundary", ("batch", "pos", "d_model"), "embed")
-        >>> zero_first = at(0, lambda tensor, hook: torch.zeros_like(tensor))
-        >>> zero_first(torch.ones(1, 2, 3), hook=hook)
-        tensor([[[0., 0., 0.],
-                 [1., 1., 1.]]])
-    """
-    positions = (pos,) if isinstance(pos, int) or not isinstance(pos, Iterable) else tuple(pos)
-    if not positions or not all(isinstance(p, int) and not isinstance(p, bool) for p in positions):
-        raise InputError(f"at() needs a position or a list of positions (integers), got {pos!r}")
-    return At(positions, fn)
-
-
-def _version(tensor: Tensor) -> int | None:
-    """How often a tensor was written to; None for inference tensors, which don't count that."""
-    return None if tensor.is_inference() else tensor._version
-
-
-def _checked(new: Any, old: Tensor, hook: HookPoint) -> Tensor:
-    if not isinstance(new, Tensor):
-        raise ShapeError(
-            f"hook at {hook.name!r} returned a {type(new).__name__}. "
-            f"Return a tensor of shape {tuple(old.shape)}, or None to leave it unchanged."
-        )
-    if new.shape != old.shape:
-        axes = f" {hook.axes}" if len(hook.axes) == old.ndim else ""
-        raise ShapeError(
-            f"hook at {hook.name!r} returned shape {tuple(new.shape)}, but the point has shape "
-            f"{tuple(old.shape)}{axes}. Return that shape, or None to leave it unchanged."
-        )
-    if new.dtype == old.dtype and new.device == old.device:
-        return new
-    return new.to(device=old.device, dtype=old.dtype)
+__all__ = ["Entry", "Reach", "Switchboard", "Tap", "attach_to_module", "check_fired"]
 
 
 class Entry:
@@ -177,7 +70,7 @@ class Entry:
         fn = self.fn if self.keep is None or not spare else self.keep
         with _named(hook):
             new = fn(tensor, hook=hook)
-        return tensor if new is None else _checked(new, tensor, hook)
+        return tensor if new is None else checked(new, tensor, hook)
 
     def _listen_to_gradient(self, tensor: Tensor, hook: HookPoint) -> Tensor:
         if not tensor.requires_grad:
@@ -196,7 +89,7 @@ class Entry:
             self.fired += 1
             with _named(hook):
                 new = self.fn(grad, hook=hook)
-            return None if new is None else _checked(new, grad, hook)
+            return None if new is None else checked(new, grad, hook)
 
         tensor.register_hook(on_gradient)
         return tensor
@@ -297,17 +190,30 @@ class Tap:
         return sorted(found)
 
 
+class Reach(Protocol):
+    """What the switchboard asks of an adapter: how to reach the hook points in a module."""
+
+    def attach(self, board: Switchboard, point: HookPoint) -> Sequence[Any]:
+        """Make the model call ``board.fire`` at a boundary point; handles that undo it."""
+
+    def instrument(self, path: str, tap: Tap) -> contextlib.AbstractContextManager[None]:
+        """Run the instrumented forward of a module while the context lasts."""
+
+    def tap_names(self, path: str) -> dict[str, str]:
+        """Canonical names by the short names of an instrumented forward."""
+
+
 class Switchboard:
     """Calls hooks at the points of one module, and keeps PyTorch hooks only where somebody listens.
 
     Args:
         root: The wrapped module.
-        adapter: Knows the points and the instrumented forwards.
+        reach: Knows how to reach the points, and the instrumented forwards.
     """
 
-    def __init__(self, root: nn.Module, adapter: Adapter) -> None:
+    def __init__(self, root: nn.Module, reach: Reach) -> None:
         self.root = root
-        self.adapter = adapter
+        self._reach = reach
         self.entries: dict[str, list[Entry]] = {}
         self._handles: dict[str, list[Any]] = {}
         self._instruments: dict[str, tuple[int, contextlib.AbstractContextManager[None]]] = {}
@@ -451,7 +357,7 @@ class Switchboard:
         if point.kind == "interior":
             self._instrument(point.module)
             return
-        self._handles[point.name] = list(self.adapter.attach(self, point))
+        self._handles[point.name] = list(self._reach.attach(self, point))
 
     def _uninstall(self, point: HookPoint) -> None:
         if point.kind == "interior":
@@ -464,7 +370,7 @@ class Switchboard:
         with self._lock:
             count, context = self._instruments.get(path, (0, None))
             if context is None:
-                context = self.adapter.instrument(path, Tap(self, self.adapter.tap_names(path)))
+                context = self._reach.instrument(path, Tap(self, self._reach.tap_names(path)))
                 context.__enter__()
             self._instruments[path] = (count + 1, context)
 
@@ -492,12 +398,12 @@ def attach_to_module(board: Switchboard, point: HookPoint) -> list[Any]:
         moved.pop(threading.get_ident(), None)
         tensor = value if isinstance(value, Tensor) else pad_packed_sequence(value, batch_first=True)[0]
         seen = site.to_hook(tensor) if isinstance(value, Tensor) else tensor
-        version = _version(seen)
+        version = version_of(seen)
         new = board.fire(name, seen)
         if new is seen:
             # What a hook writes into a view reaches the model; what it writes into a copy is put back.
             copied = site.scale != 1 or not isinstance(value, Tensor)
-            if not copied or (version is not None and _version(seen) == version):
+            if not copied or (version is not None and version_of(seen) == version):
                 return False, value
         if isinstance(value, Tensor):
             back = site.from_hook(new)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from probelens.hooks.model import HookedModel
-from probelens.hooks.switchboard import at
+from probelens.hooks.points import at
 from probelens.running.sweep.plan import Edit
 
 _STATES = (".hook_ssm_state", ".rnn.hook_h", ".rnn.hook_c")

@@ -9,7 +9,7 @@ import zoo
 import probelens as pl
 from probelens import edits
 from probelens.errors import InputError, ShapeError
-from probelens.hooks.switchboard import HookPoint
+from probelens.hooks.points import HookPoint
 from probelens.subspaces.fitted import Subspace, leace, random
 
 BATCH, POS, D = 4, 5, 3

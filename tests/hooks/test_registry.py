@@ -16,7 +16,8 @@ from probelens.hooks import registry
 
 GOOD = """
 from torch import nn
-from probelens.hooks.adapter import Adapter, ModelConfig
+from probelens.hooks.adapter import Adapter
+from probelens.hooks.config import ModelConfig
 
 class Tower(nn.Module):
     def __init__(self):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import probelens as pl
 from probelens import edits
-from probelens.hooks.switchboard import HookPoint
+from probelens.hooks.points import HookPoint
 from probelens.patching.final_layer_sites import _gather, _write
 from probelens.patching.parts import replace
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import probelens as pl
 from probelens.adapters.hf import mixers as _mamba
-from probelens.hooks.adapter import replaced_forward
-from probelens.hooks.forwards import makeup
+from probelens.hooks.forwards import makeup, replaced_forward
 from probelens.running.quick import quick
 
 SITE = "blocks.1.hook_resid_post"

@@ -19,7 +19,7 @@ from torch import Tensor
 from probelens.errors import InputError, metric_note, noted
 from probelens.experiments.settings import whole_number
 from probelens.hooks.model import HookedModel
-from probelens.hooks.switchboard import HookFn, at
+from probelens.hooks.points import HookFn, at
 from probelens.running.collect import told
 from probelens.running.sweep.engine import Engine
 from probelens.running.sweep.limits import mib
