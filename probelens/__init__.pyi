@@ -47,13 +47,13 @@ from .models.loading import load as load
 from .models.loading import wrap as wrap
 from .numerics import metrics as metrics
 from .numerics import stats as stats
+from .patching.attribute import attribute as attribute
 from .patching.final_layer import PatchSitesResult as PatchSitesResult
 from .patching.final_layer import patch_sites as patch_sites
-from .patching.patch import PatchResult as PatchResult
-from .patching.patch import attribute as attribute
 from .patching.patch import patch as patch
 from .patching.plan import PatchPlan as PatchPlan
 from .patching.plan import patch_plan as patch_plan
+from .patching.result import PatchResult as PatchResult
 from .probing import LinearProbe as LinearProbe
 from .probing import ProbeResult as ProbeResult
 from .probing import probe as probe

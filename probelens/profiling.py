@@ -14,7 +14,8 @@ from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
 from probelens.hooks.sites import LAYER_AXIS, need_wrapped
 from probelens.numerics.indices import READABLE, SOLVED, ProfileIndices, profile_indices
-from probelens.patching.patch import PatchResult, patch
+from probelens.patching.patch import patch
+from probelens.patching.result import PatchResult
 from probelens.probing import ProbeResult, probe
 from probelens.results.result import Result
 from probelens.running.collect import collect

@@ -24,7 +24,6 @@ from probelens.hooks.switchboard import Switchboard, Tap, attach_to_module
 
 if TYPE_CHECKING:
     from probelens.hooks.model import HookedModel
-    from probelens.running.sweep.resume import Resumer
 
 __all__ = ["Adapter"]
 
@@ -448,14 +447,14 @@ class Adapter:
         """
         return False
 
-    def resumer(self, model: HookedModel) -> Resumer | None:
-        """How runs go on from the middle of a sequence, for the engine of sweeps; None where they can't.
+    def resumer(self, model: HookedModel) -> object | None:
+        """What begins a sweep's runs in the middle of a sequence, or None if they can't.
 
         Args:
             model: The wrapped model.
 
         Returns:
-            An object that restarts runs in mid-sequence, or None.
+            A ``probelens.running.sweep.resume.Resumer``, which the sweep checks, or None.
         """
         return None
 

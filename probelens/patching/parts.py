@@ -12,68 +12,11 @@ from probelens.errors import InputError, ShapeError, metric_note, noted
 from probelens.hooks.model import HookedModel
 from probelens.hooks.points import HookPoint, has_positions
 from probelens.numerics.metrics import logit_diff
-from probelens.running.sweep.plan import Edit, Read
+from probelens.running.sweep.plan import Edit
 
 Metric = Literal["logit_diff", "prob_diff"] | Callable[[Tensor, Tensor], Tensor]
 Pos = Literal["each"] | int | slice | Sequence[int] | Tensor | None
 Mode = Literal["denoise", "noise"]
-
-
-def first_order(
-    model: HookedModel, tokens: Tensor, mask: Tensor | None, names: list[str], values: dict[str, Tensor],
-    rows: Tensor, read: Read,
-) -> tuple[list[Tensor], Tensor]:  # fmt: skip
-    """Gradient times difference at each site, summed over features: (example, pos) each; and what is read."""
-    held: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in names}
-
-    def keep(tensor: Tensor, hook: HookPoint) -> Tensor:
-        # A frozen model computes no gradient by itself; from here on one is needed.
-        tensor = tensor if tensor.requires_grad else tensor.detach().requires_grad_()
-        # A tensor of its own is what the run goes on with; the one given back unchanged may be left for another.
-        tensor = tensor.view_as(tensor)
-        held[model.alias(hook.name)].append((hook.pos or 0, tensor))
-        return tensor
-
-    logits = model.run_with_hooks(tokens, [(name, keep) for name in names], attention_mask=mask)
-    where = read.pos[rows].to(logits.device)  # type: ignore[index]
-    picked = logits.gather(1, where[..., None].expand(-1, -1, logits.shape[-1]))
-    value = read.value(picked, rows)
-    for steps in held.values():
-        # A backward direction comes by its steps from the last to the first.
-        steps.sort(key=lambda pair: pair[0])
-    every = [tensor for name in names for _, tensor in held[name]]
-    grads = iter(torch.autograd.grad(value[:, 0].sum(), every, allow_unused=True))
-    found = []
-    for name in names:
-        # A state point was called once a step; any other point once, with all positions.
-        point = model.point(name)
-        parts = []
-        of_point = [next(grads) for _ in held[name]]
-        # A state after the read position has no gradient: nothing is read from it. Elsewhere it would mean 0.
-        if all(grad is None for grad in of_point) or not (point.step or all(g is not None for g in of_point)):
-            raise InputError(
-                f"attribute() needs a gradient at {name!r}, and none comes back there: what is read doesn't depend on the "
-                "tensor that this point gives, or the model cuts the gradient (detach, no_grad) after it. Use patch() "
-                "there, or take another point"
-            )
-        for (i, tensor), grad in zip(held[name], of_point, strict=True):
-            new = values[name][rows][:, i] if point.step else values[name][rows]
-            new, old = new.to(tensor.device), tensor.detach()
-            # Equal infinities, as of masked scores, don't differ by NaN.
-            change = torch.where(new == old, 0, new - old)
-            effect = torch.zeros_like(change) if grad is None else grad * change
-            if not point.step and has_positions(point):
-                parts.append(effect.movedim(point.pos_axis, 1).flatten(2).sum(-1))
-            else:
-                parts.append(effect.flatten(1).sum(-1)[:, None])
-        found.append(torch.cat(parts, 1).cpu())
-    return found, value.detach().cpu()
-
-
-def at_column(x: Tensor, column: Tensor | None, rows: Tensor) -> Tensor:
-    if column is None:
-        return x.sum(1)
-    return x[torch.arange(len(rows)), column[rows]]
 
 
 def replace(model: HookedModel, name: str, values: Callable[[Tensor], Tensor], column: Tensor | None) -> Edit:

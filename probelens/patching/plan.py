@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,11 +30,9 @@ from probelens.patching.parts import (
     read_metric,
     replace,
 )
+from probelens.patching.result import PatchResult
 from probelens.running.collect import collect, padding_mask, stops_at
 from probelens.running.sweep.plan import Condition, Read, SweepPlan, plan
-
-if TYPE_CHECKING:
-    from probelens.patching.patch import PatchResult
 
 __all__ = ["PatchPlan", "patch_plan"]
 
@@ -134,8 +132,6 @@ class PatchPlan:
         Returns:
             What ``patch`` returns: ``values`` (site, pos, example), and ``recovery()`` (site, pos).
         """
-        from probelens.patching.patch import PatchResult
-
         try:
             run = self.sweep.run(progress, "patches")
         finally:

@@ -105,12 +105,13 @@ def test_masked_scores_that_are_infinite_have_no_effect_instead_of_nan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Some attentions mask with −inf: equal infinities don't differ."""
-    from probelens.patching import parts as _patch_parts
+    from probelens.patching.attribute import first_order
+    from probelens.patching.parts import read_metric
     from probelens.running.sweep.plan import Read
 
     model, pairs = pl.wrap(zoo.build("neox")), some_pairs()
     values = {SCORES: pl.collect(model, pairs.clean, SCORES)[SCORES]}
-    read = Read(_patch_parts.read_metric("logit_diff"), pairs.read_pos[:, None], {"answers": pairs.answers})
+    read = Read(read_metric("logit_diff"), pairs.read_pos[:, None], {"answers": pairs.answers})
     found = []
     for least in (torch.finfo().min, -torch.inf):
         later = torch.ones(LENGTH, LENGTH).triu(1).bool()
@@ -121,9 +122,7 @@ def test_masked_scores_that_are_infinite_have_no_effect_instead_of_nan(
         new = {SCORES: values[SCORES].masked_fill(later, least)}
         with model.hooks([(SCORES, mask)]):
             rows = torch.arange(N)
-            found.append(
-                _patch_parts.first_order(model, pairs.corrupted, None, [SCORES], new, rows, read)[0][0]
-            )
+            found.append(first_order(model, pairs.corrupted, None, [SCORES], new, rows, read)[0][0])
     assert bool(found[1].isfinite().all())
     torch.testing.assert_close(found[1], found[0])
     assert found[0].abs().max() > 1e-4

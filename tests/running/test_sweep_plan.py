@@ -390,7 +390,7 @@ def test_the_run_of_a_plan_is_what_patch_gives(name: str) -> None:
         {"mode": "noise", "pos": None},
         {"sites": "layers", "joint": True, "metric": "prob_diff"},
     ):
-        got, want = (call(model, pairs(), **options) for call in (pl.patching.plan, pl.patch))  # type: ignore[attr-defined]
+        got, want = (call(model, pairs(), **options) for call in (pl.patch_plan, pl.patch))
         got = got.run()
         for key, value in vars(want).items():
             mine = vars(got)[key]

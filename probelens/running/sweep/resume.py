@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from probelens.errors import InputError
 from probelens.hooks.forwards import makeup
 
 if TYPE_CHECKING:
@@ -120,7 +121,13 @@ def resumer_of(model: HookedModel) -> Resumer | None:
     """
     now = makeup(model.module)
     if model not in _FOUND or _FOUND[model][0] != now:
-        _FOUND[model] = now, None if distrusted(model) else model.adapter.resumer(model)
+        found = None if distrusted(model) else model.adapter.resumer(model)
+        if found is not None and not isinstance(found, Resumer):
+            raise InputError(
+                f"{type(model.adapter).__name__}.resumer() gave a {type(found).__name__}. It must give a "
+                "probelens.running.sweep.resume.Resumer, or None"
+            )
+        _FOUND[model] = now, found
     return _FOUND[model][1]
 
 

@@ -1,0 +1,241 @@
+"""``PatchResult``: what patching did, as a metric for every site, position and example."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from probelens.errors import InputError, MetricError
+from probelens.results.result import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+__all__ = ["PatchResult"]
+
+
+@dataclass(frozen=True, eq=False)
+class PatchResult(Result):
+    """What patching did, for every site, position and example.
+
+    Args:
+        values: The metric after each patch, in its own unit. (site, pos, example)
+        clean: The metric on the clean run. (example,)
+        corrupted: The metric on the corrupted run. (example,)
+        correct: Whether both runs prefer their own right answer, by the logits, whatever the metric. (example,)
+        sites: Hook point of each row.
+        layers: Layer of each row; −1 is the embedding.
+        positions: Position of each column, as text: "7", "all", "per example".
+        mode: "denoise" or "noise".
+        metric: Name of the metric.
+        kind: "patch" for exact values, "attribution" for the first-order estimate.
+        path: How the engine ran: "resume", "skip" or "full"; see ``sweep``.
+        tokens: The clean tokens, for labels. (example, length)
+        joint: Whether all sites were patched together in one run.
+        extra: What the caller wants to keep with the result; saved and loaded with it. "marks" are shown
+            by ``plot``.
+    """
+
+    values: Tensor
+    clean: Tensor
+    corrupted: Tensor
+    correct: Tensor
+    sites: list[str]
+    layers: list[int]
+    positions: list[str]
+    mode: str = "denoise"
+    metric: str = "logit_diff"
+    kind: str = "patch"
+    path: str = "full"
+    tokens: Tensor | None = None
+    joint: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def kept(self, correct_only: bool = True) -> Tensor:
+        """Which examples count.
+
+        Args:
+            correct_only: Only pairs that both runs answer correctly; False counts all.
+
+        Returns:
+            True where an example counts. (example,) bool
+
+        Raises:
+            MetricError: None does.
+        """
+        chosen = self.correct if correct_only else torch.ones_like(self.correct)
+        if not bool(chosen.any()):
+            raise MetricError(
+                f"none of the {len(self.correct)} pairs is answered correctly by both runs, so there is no gap to "
+                "restore. Train the model longer, or look at all pairs with correct_only=False."
+            )
+        return chosen
+
+    def recovery(self, correct_only: bool = True) -> Tensor:
+        """The share of the clean−corrupted gap that each patch moves; not clipped.
+
+        A ratio of means over examples. Denoising: 1 is the clean run, 0 the corrupted one. Noising
+        is the mirror: 1 means that the patch takes the whole gap away, 0 that it takes nothing.
+
+        Args:
+            correct_only: Count only pairs that both runs answer correctly.
+
+        Returns:
+            (site, pos)
+
+        Raises:
+            MetricError: No pair counts, or clean and corrupted are equal on average.
+
+        Source:
+            Heimersheim and Nanda 2024, arXiv 2404.15255, section 3.
+        """
+        return self._ratio(self.kept(correct_only).nonzero().flatten())
+
+    def _ratio(self, rows: Tensor) -> Tensor:
+        clean, corrupted = self.clean[rows].double().mean(), self.corrupted[rows].double().mean()
+        gap = clean - corrupted
+        if bool(gap.isnan()):
+            raise MetricError(
+                "the metric is NaN for some pairs, so there is no gap to restore. Mask those pairs, or fix the metric."
+            )
+        if not bool(gap.abs() > 1e-12):
+            raise MetricError(
+                "clean and corrupted runs have the same mean metric, so there is no gap to restore. "
+                "Check that the pairs differ in what the metric reads."
+            )
+        patched = self.values[:, :, rows].double().mean(-1)
+        done = (patched - corrupted) / gap if self.mode == "denoise" else (clean - patched) / gap
+        # Adding zero turns −0.0, which reads like a sign, into 0.0.
+        return done.to(torch.float32) + 0.0
+
+    def interval(
+        self, level: float = 0.95, n_boot: int = 1000, seed: int = 0, correct_only: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Bootstrap interval of ``recovery`` over examples, clean, corrupted and patched paired.
+
+        Args:
+            level: Coverage.
+            n_boot: Resamples.
+            seed: Of the resampling.
+            correct_only: As for ``recovery``.
+
+        Returns:
+            Lower and upper bounds, each (site, pos); NaN where a single example counts.
+        """
+        from probelens.numerics.stats import ratio_of_means
+
+        rows = self.kept(correct_only).nonzero().flatten()
+        value = self._ratio(rows)
+        if len(rows) == 1:
+            return torch.full_like(value, torch.nan), torch.full_like(value, torch.nan)
+        clean, corrupted = self.clean[rows].double(), self.corrupted[rows].double()
+        patched = self.values[:, :, rows].double().movedim(-1, 0)
+        top = patched - corrupted[:, None, None] if self.mode == "denoise" else clean[:, None, None] - patched
+        found = ratio_of_means(top[None], (clean - corrupted)[None], level=level, n_draws=n_boot, seed=seed)
+        return found.low.float(), found.high.float()
+
+    def agreement(self, other: PatchResult, top: int = 10, correct_only: bool = True) -> dict[str, float]:
+        """How well another result, such as ``attribute``'s estimate, agrees with this one cell by cell.
+
+        Args:
+            other: The same sites, positions, mode and metric on the same pairs.
+            top: Cells of the largest absolute recovery to compare; all where there are fewer.
+            correct_only: As for ``recovery``.
+
+        Returns:
+            ``correlation`` (Pearson) and ``rank_correlation`` (Spearman) of recovery over cells, NaN
+            where one of the two is constant; ``max_difference`` and ``mean_difference``, absolute;
+            ``top_overlap``, the share of this result's ``top`` cells that are among the other's;
+            ``top`` and ``cells``, how many were compared.
+
+        Raises:
+            InputError: Other sites, positions, mode, metric or pairs, or ``top`` below 1.
+
+        Examples:
+            >>> exact = PatchResult(
+            ...     torch.tensor([[[0.0], [1.0], [2.0]]]), torch.ones(1), -torch.ones(1),
+            ...     torch.tensor([True]), ["hook_embed"], [-1], ["0", "1", "2"])
+            >>> exact.agreement(exact, top=1)["top_overlap"]
+            1.0
+        """
+        from scipy.stats import pearsonr, spearmanr
+
+        for name in ("sites", "positions", "mode", "metric"):
+            here, there = getattr(self, name), getattr(other, name)
+            if here != there:
+                raise InputError(f"the results have different {name}: {here} here, {there} in the other")
+        same = self.tokens is None or other.tokens is None or torch.equal(self.tokens, other.tokens)
+        if self.values.shape != other.values.shape or not same:
+            raise InputError("the results are of different pairs: patch and attribute the same ones")
+        if top < 1:
+            raise InputError(f"top must be at least 1, got {top}")
+        a, b = (r.recovery(correct_only).flatten().double() for r in (self, other))
+        # Of a constant or a single cell scipy warns before it gives NaN.
+        varied = all(bool((x != x[0]).any()) for x in (a, b))
+        mine, theirs = a.numpy(), b.numpy()
+        top = min(top, len(a))
+        first, second = (set(x.abs().topk(top).indices.tolist()) for x in (a, b))
+        return {
+            "correlation": pearsonr(mine, theirs).statistic.item() if varied else float("nan"),
+            "rank_correlation": spearmanr(mine, theirs).statistic.item() if varied else float("nan"),
+            "max_difference": (a - b).abs().max().item(),
+            "mean_difference": (a - b).abs().mean().item(),
+            "top_overlap": len(first & second) / top,
+            "top": top,
+            "cells": len(a),
+        }
+
+    def to_dataframe(self, correct_only: bool = True) -> pd.DataFrame:
+        """One row a cell: site, layer, pos, recovery, lo, hi, n, mode, metric, kind.
+
+        Args:
+            correct_only: As for ``recovery``.
+
+        Returns:
+            One table, sites in order.
+        """
+        import pandas as pd
+
+        recovery, (lo, hi) = self.recovery(correct_only), self.interval(correct_only=correct_only)
+        n = int(self.kept(correct_only).sum())
+        return pd.DataFrame(
+            [
+                {
+                    "site": site, "layer": self.layers[i], "pos": pos, "recovery": recovery[i, j].item(),
+                    "lo": lo[i, j].item(), "hi": hi[i, j].item(), "n": n,
+                    "mode": self.mode, "metric": self.metric, "kind": self.kind,
+                }
+                for i, site in enumerate(self.sites)
+                for j, pos in enumerate(self.positions)
+            ]
+        )  # fmt: skip
+
+    def plot(self, tokens: Sequence[str] | None = None, correct_only: bool = True) -> go.Figure:
+        """Heat map of recovery, layer by position.
+
+        Args:
+            tokens: Text of each position, shown on the axis.
+            correct_only: As for ``recovery``.
+
+        Returns:
+            A heat map with intervals in the hover text.
+        """
+        from probelens.results import plots
+
+        lo, hi = self.interval(correct_only=correct_only)
+        where = [int(p) if p.isdigit() else i for i, p in enumerate(self.positions)]
+        return plots.patch_heatmap(
+            self.recovery(correct_only),
+            self.sites,
+            where,
+            tokens=tokens,
+            lo=lo,
+            hi=hi,
+            mode="noise" if self.mode == "noise" else "denoise",
+            marks=self.extra.get("marks") if self.positions and self.positions[0].isdigit() else None,
+        )
