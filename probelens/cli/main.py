@@ -263,9 +263,10 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _profile(args: argparse.Namespace) -> int:
     from probelens.cli import profile_run as _profile_run
+    from probelens.cli.profile_report import ProfileSettings
 
     extra = [] if args.length is None else [f"length={args.length}"]
-    settings = configure(_profile_run.ProfileSettings, [*args.settings, *extra], {})
+    settings = configure(ProfileSettings, [*args.settings, *extra], {})
     labels = (
         None if args.labels is None else [part.strip() for part in args.labels.split(",") if part.strip()]
     )
@@ -295,6 +296,3 @@ DO = {
     "run": _run, "list": _list, "report": _report, "hooks": _hooks, "verify": _verify, "profile": _profile,
     "bench": bench,
 }  # fmt: skip
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,36 @@ from probelens.experiments.record import RunRecord
 from probelens.profiling import Profile
 from probelens.results.report import Chart, Section, Table, write_report
 
-__all__ = ["write"]
+__all__ = ["ProfileSettings", "write"]
+
+
+@dataclass(frozen=True)
+class ProfileSettings:
+    """How much is measured, and how.
+
+    Args:
+        length: Tokens in each sequence.
+        n_probe: Sequences for probes.
+        n_ablate: Sequences for ablations.
+        n_pairs: Clean/corrupted pairs for patching; 0 for no patching.
+        controls: Random subspaces beside each ablation, of each kind.
+        batch_size: Sequences in one forward pass.
+        seed: Of data, splits and controls.
+        mlp: A small MLP beside the linear refit.
+        mdl: Also the description length.
+        control_task: Also a control task, for selectivity.
+    """
+
+    length: int = 40
+    n_probe: int = 400
+    n_ablate: int = 150
+    n_pairs: int = 64
+    controls: int = 20
+    batch_size: int = 64
+    seed: int = 0
+    mlp: bool = True
+    mdl: bool = False
+    control_task: bool = False
 
 
 def write(path: Path, found: Profile, record: RunRecord) -> Path:
@@ -138,8 +168,6 @@ def _has_untrained(found: Profile) -> bool:
 
 
 def _command(found: Profile, record: RunRecord) -> str:
-    from probelens.cli.profile_run import ProfileSettings
-
     config: dict[str, Any] = dict(record.config)
     task = dict(found.task)
     words = ["probelens", "profile", str(config.get("model", "MODEL")), "--task"]

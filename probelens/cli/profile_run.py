@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from probelens.cli.profile_report import ProfileSettings, write
 from probelens.errors import InputError, MetricError, StoreError
 from probelens.experiments.record import RunRecord, versions
 from probelens.experiments.settings import arguments
@@ -17,39 +18,10 @@ if TYPE_CHECKING:
     from probelens.profiling import Profile
     from probelens.tasks import Task
 
-__all__ = ["NAME", "ProfileSettings", "profile_model", "report_again", "task_for"]
+__all__ = ["NAME", "profile_model", "report_again", "task_for"]
 
 NAME = "profile"
 FILE = "profile.safetensors"
-
-
-@dataclass(frozen=True)
-class ProfileSettings:
-    """How much is measured, and how.
-
-    Args:
-        length: Tokens in each sequence.
-        n_probe: Sequences for probes.
-        n_ablate: Sequences for ablations.
-        n_pairs: Clean/corrupted pairs for patching; 0 for no patching.
-        controls: Random subspaces beside each ablation, of each kind.
-        batch_size: Sequences in one forward pass.
-        seed: Of data, splits and controls.
-        mlp: A small MLP beside the linear refit.
-        mdl: Also the description length.
-        control_task: Also a control task, for selectivity.
-    """
-
-    length: int = 40
-    n_probe: int = 400
-    n_ablate: int = 150
-    n_pairs: int = 64
-    controls: int = 20
-    batch_size: int = 64
-    seed: int = 0
-    mlp: bool = True
-    mdl: bool = False
-    control_task: bool = False
 
 
 def task_for(model: HookedModel, source: str, name: str | None, settings: Sequence[str] = ()) -> Task:
@@ -152,7 +124,6 @@ def report_again(folder: Path) -> Path:
     """
     import pandas as pd
 
-    from probelens.cli.profile_report import write
     from probelens.profiling import Profile
 
     record = RunRecord.load(folder)

@@ -10,6 +10,7 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -143,15 +144,8 @@ class RunRecord:
 
 def versions() -> dict[str, str]:
     """Versions of what a run's numbers depend on."""
-    import torch
-    import transformers
-
-    import probelens
-
-    return {
-        "probelens": probelens.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
-        "Python": platform.python_version(),
-    }  # fmt: skip
+    packages = {name: metadata.version(name) for name in ("probelens", "torch", "transformers")}
+    return {**packages, "Python": platform.python_version()}
 
 
 def _strings(value: Any) -> bool:

@@ -10,10 +10,10 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import probelens
 from probelens.errors import InputError, StoreError
 from probelens.results.files import atomic_path, read_rows, write_rows
 
@@ -43,7 +43,7 @@ def cell_key(config: Mapping[str, Any], version: str | None = None) -> str:
         True
     """
     try:
-        text = json.dumps([config, version or probelens.__version__], sort_keys=True, allow_nan=False)
+        text = json.dumps([config, version or metadata.version("probelens")], sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as err:
         raise InputError(
             f"a cell's config must be plain data (strings, numbers, None, lists, dicts): {err}"

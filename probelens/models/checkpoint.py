@@ -17,7 +17,7 @@ from probelens.results.files import read_tensors, write_tensors
 
 __all__ = ["is_checkpoint", "load", "save"]
 
-_KEY = "probelens.hooks.model"
+_KEY = "probelens.model"
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:

@@ -93,11 +93,11 @@ def load(
         raise InputError("load() needs a hub id or a folder, got an empty name")
     place = Path(text)
     if place.exists():
-        from probelens import models
+        from probelens.models import checkpoint
 
         configs = ("config.json", "adapter_config.json")
-        if models.is_checkpoint(place) or not any((place / name).is_file() for name in configs):
-            return wrap(models.load(_formal(place), device=device), adapter)
+        if checkpoint.is_checkpoint(place) or not any((place / name).is_file() for name in configs):
+            return wrap(checkpoint.load(_formal(place), device=device), adapter)
     elif place.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1 or text.endswith("/"):
         raise InputError(
             f"there is no folder {text!r}. Give a folder that holds a model, or a hub id such as 'org/name'"

@@ -23,7 +23,7 @@ from probelens.models.evaluation import derive_seed, logits_of, predict
 from probelens.results.result import Result
 
 if TYPE_CHECKING:
-    from probelens.models.training import TrainConfig
+    from probelens.models.train_config import TrainConfig
     from probelens.tasks.base import Task
     from probelens.tasks.data import Batch
 
