@@ -82,12 +82,14 @@ class GenericHF(HFTransformer):
             return _mamba.instrumented(module, tap)
         return super().instrument(path, tap)
 
-    def quick_paths(self) -> list[str]:
+    def faster_paths(self) -> list[str]:
         mixers = [
             join(path, parts.mixer_out or "")
             for path, parts in zip(self.blocks, self.block_parts, strict=True)
         ]
-        return _mamba.quick(self, [path for path in mixers if _has_inside(self.module.get_submodule(path))])
+        return _mamba.faster_mixers(
+            self, [path for path in mixers if _has_inside(self.module.get_submodule(path))]
+        )
 
     # -- models whose residual stream is more than a sum --------------------------------------------------------
 
@@ -103,7 +105,7 @@ class GenericHF(HFTransformer):
             f"(config.rescale_every). Decompose up to a layer under {every}, or load it with rescale_every=0"
         )
 
-    def settle(self) -> None:
+    def apply_lazy_rescaling(self) -> None:
         for module in self.module.modules():
             # RWKV's first run in eval mode divides weights by powers of two.
             rescale: Any = getattr(module, "_rescale_layers", None)

@@ -35,13 +35,13 @@ class MambaSSMModel(HookedModel):
     """A HookedModel that runs reference forwards wherever the package's kernels can't."""
 
     def _forward(self, *args: Any, **kw: Any) -> Any:
-        with self._board.instrumented(self.adapter.needed()):  # type: ignore[attr-defined]
+        with self._switchboard.instrumented(self.adapter.needed()):  # type: ignore[attr-defined]
             return super()._forward(*args, **kw)
 
     @contextlib.contextmanager
     def hooks(self, *args: Any, **kw: Any) -> Iterator[HookedModel]:
         """As ``HookedModel.hooks``; ``model.module(...)`` works inside it on the CPU too."""
-        with self._board.instrumented(self.adapter.needed()), super().hooks(*args, **kw):  # type: ignore[attr-defined]
+        with self._switchboard.instrumented(self.adapter.needed()), super().hooks(*args, **kw):  # type: ignore[attr-defined]
             yield self
 
 
@@ -141,21 +141,21 @@ class MambaSSM(Adapter):
             return "this block has no such part; use hook_mixer_out"
         return None
 
-    def attach(self, board: Switchboard, point: HookPoint) -> Sequence[Any]:
+    def attach(self, switchboard: Switchboard, point: HookPoint) -> Sequence[Any]:
         if not point.name.endswith((".hook_resid_pre", ".hook_resid_post")):
-            return super().attach(board, point)
+            return super().attach(switchboard, point)
         block = self.module.get_submodule(point.module)
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             hidden, residual, rest = _inputs(args, kwargs)
             seen = _sum(hidden, residual)
-            new = board.fire(point.name, seen)
+            new = switchboard.fire(point.name, seen)
             return None if new is seen else (_pair(hidden, residual, new), rest)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             hidden, residual = output
             seen = _sum(hidden, residual)
-            new = board.fire(point.name, seen)
+            new = switchboard.fire(point.name, seen)
             return None if new is seen else _pair(hidden, residual, new)
 
         if point.name.endswith("_pre"):

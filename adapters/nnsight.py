@@ -93,7 +93,7 @@ class Remote(Adapter):
         self.known, self.model, self.remote = known, model, remote
         self.blocks, self.parts, self.segments = known.blocks, known.parts, known.segments
         self.cfg, self.tokenizer = known.cfg, known.tokenizer
-        self._board: Switchboard | None = None
+        self._switchboard: Switchboard | None = None
         self._stop: int | None = None
         self._order = {point.name: i for i, point in enumerate(self.all_points)}
 
@@ -134,18 +134,20 @@ class Remote(Adapter):
         finally:
             self._stop = None
 
-    def attach(self, board: Switchboard, point: HookPoint) -> Sequence[Any]:
+    def attach(self, switchboard: Switchboard, point: HookPoint) -> Sequence[Any]:
         if point.name not in self._order:
             raise InputError(
                 f"hook point {point.name!r} can't be hooked on a remote model. Allowed: model.hook_points()"
             )
-        self._board = board
+        self._switchboard = switchboard
         return ()
 
     def run(self, call: Call) -> Any:
         stop = None
         entries = (
-            [] if self._board is None else [e for n in self._board.entries for e in self._board.listeners(n)]
+            []
+            if self._switchboard is None
+            else [e for n in self._switchboard.entries for e in self._switchboard.listeners(n)]
         )
         if any(e.dir == "bwd" for e in entries):
             raise InputError("a remote model has no backward hooks: no gradient comes back")

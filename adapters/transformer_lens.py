@@ -177,10 +177,10 @@ class TransformerLens(Adapter):
             )
         return None
 
-    def attach(self, board: Switchboard, point: HookPoint) -> Sequence[Any]:
+    def attach(self, switchboard: Switchboard, point: HookPoint) -> Sequence[Any]:
         own = self._own[point.name]
         try:
-            self.module.check_hooks_to_add(own, point.name, board.fire)  # type: ignore[operator]
+            self.module.check_hooks_to_add(own, point.name, switchboard.fire)  # type: ignore[operator]
         except ValueError as err:
             raise InputError(f"hook point {point.name!r}: {err}") from err
         moved: dict[int, Tensor] = {}
@@ -192,7 +192,7 @@ class TransformerLens(Adapter):
                 raise ShapeError(f"hook point {point.name!r} holds a {kind}, and hooks see tensors only")
             # What an interrupted forward left here must not reach the next one.
             moved.pop(threading.get_ident(), None)
-            new = board.fire(point.name, tensor)
+            new = switchboard.fire(point.name, tensor)
             if new is tensor:
                 return None
             if middle:

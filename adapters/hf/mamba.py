@@ -49,8 +49,8 @@ class HFMamba(HFAdapter):
     def instrumented_paths(self) -> list[str]:
         return [join(path, "mixer") for path in self.blocks]
 
-    def quick_paths(self) -> list[str]:
-        return _mamba.quick(self, self.instrumented_paths())
+    def faster_paths(self) -> list[str]:
+        return _mamba.faster_mixers(self, self.instrumented_paths())
 
     def instrument(self, path: str, tap: Tap) -> contextlib.AbstractContextManager[None]:
         return _mamba.instrumented(self.module.get_submodule(path), tap)

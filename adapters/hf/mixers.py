@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from probelens.errors import InputError
 from probelens.hooks.adapter import Adapter
-from probelens.hooks.forwards import makeup, refuse_replaced_forward, replaced_forward, swapped_forward
+from probelens.hooks.forwards import refuse_replaced_forward, replaced_forward, swapped_forward
 from probelens.hooks.points import HookPoint
 from probelens.hooks.switchboard import Tap
+from probelens.hooks.trials import fingerprint
 from probelens.kernels.ssm import (
     MAMBA2_POINTS,
     MAMBA_POINTS,
@@ -52,7 +53,7 @@ def mixer_points(adapter: Adapter, prefix: str, path: str) -> list[HookPoint]:
     return out
 
 
-def quick(adapter: Adapter, paths: list[str]) -> list[str]:
+def faster_mixers(adapter: Adapter, paths: list[str]) -> list[str]:
     """Of these mixers, those that the reference forward runs faster: all on a CPU, where there are no kernels."""
     return [
         path for path in paths
@@ -91,7 +92,7 @@ _TRIED: weakref.WeakKeyDictionary[nn.Module, tuple[Any, bool]] = weakref.WeakKey
 
 def _alike(mixer: nn.Module) -> bool:
     """Whether a mixer's own forward gives what the reference gives; True, too, where it can't be tried by itself."""
-    now = makeup(mixer)
+    now = fingerprint(mixer)
     if mixer not in _TRIED or _TRIED[mixer][0] != now:
         _TRIED[mixer] = now, _tried(mixer)
     return _TRIED[mixer][1]

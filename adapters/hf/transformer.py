@@ -140,12 +140,14 @@ class HFTransformer(HFAdapter):
             )  # fmt: skip
         return points
 
-    def attach(self, board: Switchboard, point: HookPoint) -> Sequence[Any]:
+    def attach(self, switchboard: Switchboard, point: HookPoint) -> Sequence[Any]:
         flat = ".mlp." in point.name or point.name.endswith((".hook_mlp_out", ".hook_resid_mid"))
         if point.block is not None and flat:
             # Some blocks (OPT's) and some mixtures of experts run on (batch · pos, d_model).
-            return _attach_unflattened(board, point, self.module.get_submodule(self.blocks[point.block]))
-        return attach_to_module(board, point)
+            return _attach_unflattened(
+                switchboard, point, self.module.get_submodule(self.blocks[point.block])
+            )
+        return attach_to_module(switchboard, point)
 
     def instrumented_paths(self) -> list[str]:
         return list(dict.fromkeys(p.module for p in self.all_points if p.kind == "interior"))
@@ -199,20 +201,20 @@ def _is_linear(block: nn.Module) -> bool:
 class _Unflattened:
     """A switchboard whose hooks see (batch, pos, ...) although the module gets (batch · pos, ...)."""
 
-    def __init__(self, board: Switchboard, shapes: dict[int, tuple[int, int]]) -> None:
-        self.root = board.root
-        self._board = board
+    def __init__(self, switchboard: Switchboard, shapes: dict[int, tuple[int, int]]) -> None:
+        self.root = switchboard.root
+        self._switchboard = switchboard
         self._shapes = shapes
 
     def fire(self, name: str, tensor: Tensor) -> Tensor:
         if tensor.ndim != 2:
-            return self._board.fire(name, tensor)
+            return self._switchboard.fire(name, tensor)
         seen = tensor.unflatten(0, self._shapes[threading.get_ident()])
-        new = self._board.fire(name, seen)
+        new = self._switchboard.fire(name, seen)
         return tensor if new is seen else new.flatten(0, 1)
 
 
-def _attach_unflattened(board: Switchboard, point: HookPoint, block: nn.Module) -> list[Any]:
+def _attach_unflattened(switchboard: Switchboard, point: HookPoint, block: nn.Module) -> list[Any]:
     """Hooks that see (batch, pos, ...) also where a block flattens these two."""
     shapes: dict[int, tuple[int, int]] = {}
 
@@ -221,4 +223,4 @@ def _attach_unflattened(board: Switchboard, point: HookPoint, block: nn.Module) 
         shapes[threading.get_ident()] = (hidden.shape[0], hidden.shape[1])
 
     handle = block.register_forward_pre_hook(note, with_kwargs=True, prepend=True)
-    return [handle, *attach_to_module(_Unflattened(board, shapes), point)]  # type: ignore[arg-type]
+    return [handle, *attach_to_module(_Unflattened(switchboard, shapes), point)]  # type: ignore[arg-type]

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from probelens.errors import InputError, ShapeError
 from probelens.hooks.config import Call, ModelConfig, StopForward
-from probelens.hooks.forwards import swapped_forward
-from probelens.hooks.offload import execution_device
+from probelens.hooks.forwards import execution_device, swapped_forward
 from probelens.hooks.points import HookPoint, Site, pick, put
 from probelens.hooks.switchboard import Switchboard, Tap, attach_to_module
 
@@ -179,17 +178,17 @@ class Adapter:
         """
         return None
 
-    def attach(self, board: Switchboard, point: HookPoint) -> Sequence[Any]:
-        """Make the model call ``board.fire(point.name, tensor)`` at a boundary point.
+    def attach(self, switchboard: Switchboard, point: HookPoint) -> Sequence[Any]:
+        """Make the model call ``switchboard.fire(point.name, tensor)`` at a boundary point.
 
         Args:
-            board: Where to hand the tensor.
+            switchboard: Where to hand the tensor.
             point: The boundary point.
 
         Returns:
             Handles whose ``remove()`` undoes it.
         """
-        return attach_to_module(board, point)
+        return attach_to_module(switchboard, point)
 
     def boundary(
         self, name: str, path: str, side: Any, *, axes: Sequence[str] = RESID,
@@ -250,7 +249,7 @@ class Adapter:
         """Modules that have an instrumented forward: what ``backend("reference")`` swaps in."""
         return []
 
-    def quick_paths(self) -> list[str]:
+    def faster_paths(self) -> list[str]:
         """Modules whose instrumented forward gives the numbers of their own up to rounding, in less time here.
 
         Returns:
@@ -354,7 +353,7 @@ class Adapter:
             extra = {**extra, "attention_mask": mask}
         return Call((tokens,), extra, tokens if not tokens.is_floating_point() else None, mask)
 
-    def settle(self) -> None:
+    def apply_lazy_rescaling(self) -> None:
         """Do to the weights what the first run does, where one does anything; called in eval mode."""
 
     def modules(self) -> list[nn.Module]:

@@ -1,24 +1,35 @@
-"""A module's forward: run another in its place, and notice where somebody else changed what it does."""
+"""A module's forward: run another in its place, uncompiled and with its weights at hand; notice where a caller changed it.
+
+``torch.compile`` keeps code that calls no hooks, so compilation is set aside, in this process, while hooks are
+registered. ``device_map="auto"`` and ``cpu_offload`` of accelerate put a forward of their own on the modules, which
+brings the weights in and takes them out again; a forward of ours in its place does the same.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from probelens.errors import InputError
-from probelens.hooks.offload import with_weights
 
-__all__ = ["hooked_by_hand", "makeup", "refuse_replaced_forward", "replaced_forward", "swapped_forward"]
+__all__ = [
+    "eager", "execution_device", "hold", "hooked_by_hand", "is_swapped", "need_data", "refuse_replaced_forward", "release",
+    "replaced_forward", "stored", "swapped_forward", "with_weights",
+]  # fmt: skip
 
 # Forwards that stand in for a module's own, to tell them from a user's.
 _SWAPPED: weakref.WeakValueDictionary[int, Callable[..., Any]] = weakref.WeakValueDictionary()
 
 
-def _is_swapped(forward: Any) -> bool:
+def is_swapped(forward: Any) -> bool:
     return _SWAPPED.get(id(forward)) is forward
 
 
@@ -42,7 +53,7 @@ def replaced_forward(
     for name in methods:
         patched = module.__dict__.get(name)
         wraps = hasattr(module, "_hf_hook") or type(patched).__module__.split(".")[0] == "nnsight"
-        if patched is not None and not _is_swapped(patched) and not wraps:
+        if patched is not None and not is_swapped(patched) and not wraps:
             return f"its attribute {name!r} was set"
         home = next((kind for kind in kinds if name in vars(kind)), None)
         if not known or home is None:
@@ -52,28 +63,6 @@ def replaced_forward(
         if str(getattr(vars(home)[name], "__module__", "")).split(".")[0] not in packages:
             return f"{name!r} of the class {home.__name__} was set"
     return None
-
-
-def makeup(module: nn.Module) -> tuple[Any, ...]:
-    """What a module consists of: equal until a module, a class or a function in it is exchanged.
-
-    What was found out about a model by a trial holds as long as this stays the same. Weights don't count.
-
-    Args:
-        module: The module, with everything in it.
-
-    Returns:
-        Something to compare with ``==``.
-    """
-    return tuple(
-        (
-            id(each),
-            type(each),
-            type(each).forward,
-            *(v for k, v in vars(each).items() if k[0] != "_" and callable(v) and not _is_swapped(v)),
-        )
-        for each in module.modules()
-    )
 
 
 # Hooks of these packages belong to the model: they record outputs, or compute a weight from its parameters. Ours are
@@ -149,3 +138,127 @@ def swapped_forward(
             module.__dict__.pop("forward", None)
         else:
             module.__dict__["forward"] = before
+
+
+# -- weights that accelerate offloaded ---------------------------------------------------------------
+
+
+def execution_device(module: nn.Module) -> torch.device | None:
+    """Where a module with offloaded weights runs; None if accelerate doesn't say."""
+    for found in module.modules():
+        hook = getattr(found, "_hf_hook", None)
+        for one in (hook, *getattr(hook, "hooks", ())):
+            device = getattr(one, "execution_device", None)
+            if device is not None:
+                return torch.device(device)
+    return None
+
+
+def with_weights(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that runs with the weights of the module and of all below it in place.
+
+    Args:
+        module: The module that ``forward`` stands for.
+        forward: May read the weights of submodules without calling them.
+
+    Returns:
+        ``forward`` itself where nothing is offloaded.
+    """
+    own: Any = getattr(module, "_hf_hook", None)
+    below: list[Any] = [
+        m for m in module.modules() if m is not module and getattr(m, "_hf_hook", None) is not None
+    ]
+    if own is None and not below:
+        return forward
+
+    @functools.wraps(forward)
+    def placed(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for one in below:
+                one._hf_hook.pre_forward(one)
+                stack.callback(one._hf_hook.post_forward, one, None)
+            if own is None:
+                return forward(*args, **kwargs)
+            args, kwargs = own.pre_forward(module, *args, **kwargs)
+            try:
+                output = forward(*args, **kwargs)
+            except BaseException:
+                own.post_forward(module, None)
+                raise
+            return own.post_forward(module, output)
+
+    return placed
+
+
+def stored(root: nn.Module, name: str) -> Tensor | None:
+    """The numbers of a parameter or buffer, also of an offloaded one; None where there are none."""
+    path, _, leaf = name.rpartition(".")
+    owner = root.get_submodule(path)
+    weight: Tensor = getattr(owner, leaf)
+    if weight.device.type != "meta":
+        return weight
+    kept = getattr(getattr(owner, "_hf_hook", None), "weights_map", None)
+    return None if kept is None else torch.as_tensor(kept[leaf])
+
+
+def need_data(name: str, weight: Tensor) -> Tensor:
+    """The weight, if it holds numbers.
+
+    Raises:
+        InputError: It is on the meta device.
+    """
+    if weight.device.type == "meta":
+        raise InputError(
+            f"weight {name!r} isn't in memory: it is offloaded, or the model has no weights (device 'meta'). "
+            "Load the model without device_map, or with one that keeps this part on a device."
+        )
+    return weight
+
+
+# -- without compiled code ---------------------------------------------------------------------------
+
+_lock = threading.Lock()
+_count = 0
+_stance: contextlib.AbstractContextManager[None] | None = None
+
+
+def hold() -> None:
+    """Set compilation aside until as many ``release`` have come.
+
+    Raises:
+        InputError: This runs inside of what torch.compile is compiling.
+    """
+    global _count, _stance
+    with _lock:
+        # Who never used torch.compile doesn't have to wait for its import.
+        if _stance is None and "torch._dynamo" in sys.modules:
+            try:
+                stance = torch.compiler.set_stance("force_eager")
+                stance.__enter__()
+            except RuntimeError as err:
+                raise InputError(
+                    f"a wrapped model was called from inside a function under torch.compile: {err}. "
+                    "Compile the model instead; probelens runs it uncompiled while hooks stand on it."
+                ) from err
+            _stance = stance
+        _count += 1
+
+
+def release() -> None:
+    """Undo one ``hold``."""
+    global _count, _stance
+    with _lock:
+        _count -= 1
+        if _count == 0 and _stance is not None:
+            _stance.__exit__(None, None, None)
+            _stance = None
+
+
+@contextlib.contextmanager
+def eager() -> Iterator[None]:
+    """No compiled code inside the block."""
+    hold()
+    try:
+        yield
+    finally:
+        release()

@@ -11,7 +11,7 @@ from torch import Tensor
 from probelens.errors import InputError, ShapeError
 from probelens.hooks.config import Call
 from probelens.hooks.names import PointNames
-from probelens.hooks.padding import positions_told
+from probelens.hooks.padding import positions_for_padding
 
 __all__ = ["ModelInputs", "described"]
 
@@ -130,13 +130,13 @@ class ModelInputs(PointNames):
                     f"start_at_layer={start} needs the residual entering that block, (batch, pos, d_model), "
                     f"got {described(inputs)}"
                 )
-            return self.adapter.resid_call(inputs.to(device), mask, positions_told(self, mask, extra))
+            return self.adapter.resid_call(inputs.to(device), mask, positions_for_padding(self, mask, extra))
         if isinstance(inputs, str) or (
             isinstance(inputs, (list, tuple)) and len(inputs) > 0 and all(isinstance(t, str) for t in inputs)
         ):
             tokens, made = self._tokenize(inputs, bos)
             mask = made if mask is None else mask
-            return self.adapter.call(tokens, mask, positions_told(self, mask, extra))
+            return self.adapter.call(tokens, mask, positions_for_padding(self, mask, extra))
         if isinstance(inputs, Mapping):
             kwargs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
             mask = mask if mask is not None else kwargs.get("attention_mask")
@@ -144,7 +144,7 @@ class ModelInputs(PointNames):
                 kwargs["attention_mask"] = mask
             ids = kwargs.get("input_ids")
             self._check_tokens(ids)
-            return Call((), positions_told(self, mask, {**kwargs, **extra}), ids, mask)
+            return Call((), positions_for_padding(self, mask, {**kwargs, **extra}), ids, mask)
         if isinstance(inputs, (list, tuple)):
             if not len(inputs):
                 raise ShapeError(f"tokens must be (batch, pos) and not empty, got {inputs!r}")
@@ -158,7 +158,7 @@ class ModelInputs(PointNames):
             if not inputs.is_floating_point() and inputs.ndim == 1:
                 inputs = inputs[None]
             self._check_tokens(inputs)
-            return self.adapter.call(inputs.to(device), mask, positions_told(self, mask, extra))
+            return self.adapter.call(inputs.to(device), mask, positions_for_padding(self, mask, extra))
         return self.adapter.call(inputs, mask, extra)
 
     def _check_tokens(self, tokens: Any) -> None:

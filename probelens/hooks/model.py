@@ -13,14 +13,14 @@ from probelens.errors import InputError, UnknownHookError
 from probelens.hooks.adapter import Adapter
 from probelens.hooks.cache import ActivationCache, Slice
 from probelens.hooks.config import ModelConfig, StopForward
-from probelens.hooks.eager import eager
+from probelens.hooks.forwards import eager
 from probelens.hooks.inputs import described
 from probelens.hooks.lens import LensMethods
 from probelens.hooks.names import NamesFilter
 from probelens.hooks.points import Direction, HookFn, HookPoint
 from probelens.hooks.recording import recorders, without_batch
 from probelens.hooks.switchboard import Entry, Switchboard, check_fired
-from probelens.hooks.trials import chained
+from probelens.hooks.trials import can_start_at
 
 if TYPE_CHECKING:
     from probelens.hooks.verify import VerifyReport
@@ -45,7 +45,7 @@ class HookedModel(LensMethods):
 
     def __init__(self, module: nn.Module, adapter: Adapter) -> None:
         super().__init__(module, adapter)
-        self._board = Switchboard(module, adapter)
+        self._switchboard = Switchboard(module, adapter)
         self._added: list[Entry] = []
         self._chained: dict[int, bool] = {}
 
@@ -102,7 +102,7 @@ class HookedModel(LensMethods):
             self._layer(start_at_layer, "start_at_layer"),
             self._layer(stop_at_layer, "stop_at_layer"),
         )
-        if start and not self.chained(start):
+        if start and not self.can_start_at(start):
             raise InputError(
                 f"start_at_layer={start}: in this {type(self.module).__name__} the residual entering block {start} is "
                 "not all that the rest depends on (something goes around the blocks), so a run from there would be "
@@ -130,7 +130,7 @@ class HookedModel(LensMethods):
             if stop is not None:
                 stack.enter_context(self.adapter.stopping_at(stop))
             if start is not None:
-                with self._board.muted():
+                with self._switchboard.muted():
                     starting = self.adapter.starting_at(start, inputs.to(self.adapter.device()))
                     stack.enter_context(starting)
             try:
@@ -207,7 +207,7 @@ class HookedModel(LensMethods):
             HookNotFiredError: At the end of a block that ended well, for a hook never called.
         """
         entries = [*self._entries(fwd_hooks, "fwd"), *self._entries(bwd_hooks, "bwd")]
-        self._board.add(entries)
+        self._switchboard.add(entries)
         kept = False
         try:
             yield self
@@ -217,7 +217,7 @@ class HookedModel(LensMethods):
                 self._added += entries
         finally:
             if not kept:
-                self._board.remove(entries)
+                self._switchboard.remove(entries)
             if clear_contexts:
                 for entry in entries:
                     entry.point.ctx.clear()
@@ -264,7 +264,7 @@ class HookedModel(LensMethods):
             fwd_hooks, bwd_hooks = without_batch(fwd_hooks), without_batch(bwd_hooks)
         part = (start_at_layer, stop_at_layer)
         entries = [*self._entries(fwd_hooks, "fwd", *part), *self._entries(bwd_hooks, "bwd", *part)]
-        self._board.add(entries)
+        self._switchboard.add(entries)
         kept = False
         try:
             out = self(inputs, return_type, stop_at_layer, start_at_layer, **kw)
@@ -274,7 +274,7 @@ class HookedModel(LensMethods):
                 self._added += entries
         finally:
             if not kept:
-                self._board.remove(entries)
+                self._switchboard.remove(entries)
                 # The graph of the output still holds them: a later backward pass calls them.
                 for entry in entries:
                     entry.active = entry.dir == "bwd"
@@ -336,7 +336,7 @@ class HookedModel(LensMethods):
         points = self._wanted(names_filter, start_at_layer, stop_at_layer)
         cache, fwd, bwd = recorders(points, incl_bwd, device, dtype, pos_slice)
         entries = [*fwd, *bwd]
-        with self._board.listening(entries):
+        with self._switchboard.listening(entries):
             out = self(inputs, return_type, stop_at_layer, start_at_layer, **kw)
             check_fired(entries, backward=False)
             if incl_bwd:
@@ -409,7 +409,7 @@ class HookedModel(LensMethods):
         if dir not in ("fwd", "bwd"):
             raise InputError(f"dir={dir!r} is not known. Allowed: 'fwd', 'bwd'")
         entries = self._entries([(name, hook)], dir, everywhere=True, permanent=is_permanent)  # type: ignore[list-item]
-        self._board.add(entries)
+        self._switchboard.add(entries)
         self._added += entries
 
     def reset_hooks(
@@ -434,20 +434,20 @@ class HookedModel(LensMethods):
             if direction in ("both", e.dir) and (including_permanent or not e.permanent)
             and name in (None, e.point.name)
         ]  # fmt: skip
-        self._board.remove(gone)
+        self._switchboard.remove(gone)
         self._added = [e for e in self._added if e not in gone]
         if clear_contexts:
             self.clear_contexts()
 
     def has_hooks(self) -> bool:
         """Whether hooks are in place that a call from this thread would reach."""
-        return any(self._board.listeners(name) for name in self._board.entries)
+        return any(self._switchboard.listeners(name) for name in self._switchboard.entries)
 
     def can_skip(self) -> bool:
         """Whether ``start_at_layer`` and ``stop_at_layer`` reach every block and the readout."""
         return self.adapter.can_skip()
 
-    def chained(self, layer: int) -> bool:
+    def can_start_at(self, layer: int) -> bool:
         """Whether the residual entering a block is all that the rest of the model depends on.
 
         It isn't where something goes around the blocks, such as a connection from an early layer to
@@ -461,7 +461,7 @@ class HookedModel(LensMethods):
             could be made: a model that random tokens alone don't run.
         """
         if layer not in self._chained:
-            self._chained[layer] = chained(self, layer)
+            self._chained[layer] = can_start_at(self, layer)
         return self._chained[layer]
 
     # -- the user's module ------------------------------------------------------------------------------
@@ -484,7 +484,7 @@ class HookedModel(LensMethods):
         if kind not in ("native", "reference"):
             raise InputError(f"backend {kind!r} is not known. Allowed: 'native', 'reference'")
         paths = self.adapter.instrumented_paths() if kind == "reference" else []
-        with self._board.instrumented(paths):
+        with self._switchboard.instrumented(paths):
             yield self
 
     def verify(

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from probelens.errors import InputError
-from probelens.hooks.eager import eager
-from probelens.hooks.forwards import makeup
+from probelens.hooks.forwards import eager
+from probelens.hooks.trials import fingerprint
 
-if TYPE_CHECKING:
-    from probelens.hooks.inputs import ModelInputs
-
-__all__ = ["has_gap", "positions_told", "reads_both_ways"]
+__all__ = ["has_gap", "mask_for_model", "padding_mask", "positions_for_padding", "reads_both_ways"]
 
 How = Literal["mask", "positions", "neither"]
 # Of each model, what it consisted of when it was tried, and what came of it.
@@ -39,7 +36,7 @@ def has_gap(mask: Tensor) -> bool:
     return bool((real[:, 1:] > real[:, :-1]).any())
 
 
-def positions_told(model: ModelInputs, mask: Tensor | None, extra: dict[str, Any]) -> dict[str, Any]:
+def positions_for_padding(model: Any, mask: Tensor | None, extra: dict[str, Any]) -> dict[str, Any]:
     """Keywords for a run with this mask: with ``position_ids`` where real tokens would stand at wrong positions else.
 
     Args:
@@ -67,7 +64,7 @@ def positions_told(model: ModelInputs, mask: Tensor | None, extra: dict[str, Any
     return {**extra, "position_ids": _positions(mask)} if how == "positions" else extra
 
 
-def reads_both_ways(model: ModelInputs) -> bool:
+def reads_both_ways(model: Any) -> bool:
     """Whether a later token changes what the model makes of earlier ones, so that padding on the right is read too.
 
     Args:
@@ -81,8 +78,46 @@ def reads_both_ways(model: ModelInputs) -> bool:
     return bool(_remembered("both ways", model, _both_ways))
 
 
+def padding_mask(mask: Tensor | None, model: Any = None) -> Tensor | None:
+    """The attention mask that a batch with this mask needs, or None if it needs none.
+
+    Padding on the right never reaches an earlier position of a causal model, so only a real token
+    after padding calls for a mask; on a model that reads both ways every padding does.
+
+    Args:
+        mask: True on real tokens. (example, pos)
+        model: The wrapped model; a causal one if None.
+
+    Returns:
+        1 for real tokens, 0 for padding, or None. (example, pos)
+    """
+    if mask is None or bool(mask.all()):
+        return None
+    return mask.long() if has_gap(mask) or (model is not None and reads_both_ways(model)) else None
+
+
+def mask_for_model(model: Any, attention: Tensor | None) -> Tensor | None:
+    """The attention mask to give the model; None where it needs none.
+
+    A forward that takes no mask needs none where padding comes after everything that is read; where it doesn't, the
+    mask is passed on, and refused with the reason.
+
+    Args:
+        model: The wrapped model.
+        attention: 1 for real tokens. (example, pos)
+
+    Returns:
+        1 for real tokens, int64, or None. (example, pos)
+    """
+    if attention is None:
+        return None
+    if not model.adapter.accepts("attention_mask") and padding_mask(attention.bool(), model) is None:
+        return None
+    return attention.long()
+
+
 def _remembered(what: str, model: Any, trial: Any) -> Any:
-    now, known = makeup(model.module), _TRIED[what]
+    now, known = fingerprint(model.module), _TRIED[what]
     if model not in known or known[model][0] != now:
         known[model] = now, trial(model)
     return known[model][1]
@@ -95,7 +130,7 @@ def _positions(mask: Tensor) -> Tensor:
 def _run(model: Any, tokens: Tensor, mask: Tensor | None, **extra: Any) -> Tensor:
     device = model.adapter.device()
     call = model.adapter.call(tokens.to(device), None if mask is None else mask.to(device), extra)
-    with model._board.muted(), torch.no_grad(), model.evaluating(), eager():
+    with model._switchboard.muted(), torch.no_grad(), model.evaluating(), eager():
         return model.adapter.output(model.adapter.run(call))
 
 

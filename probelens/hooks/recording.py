@@ -39,20 +39,20 @@ def recorders(
     """
     cache = {} if cache is None else cache
 
-    def copy(tensor: Tensor, hook: HookPoint, spare: bool = False) -> Tensor:
+    def copy(tensor: Tensor, hook: HookPoint, last_use: bool = False) -> Tensor:
         kept = tensor.detach()
         kept = kept if hook.pos is not None else slice_positions(kept, pos_slice, hook.pos_axis)
         # A slice would hold the whole in memory, and backward may need what is in a graph.
-        spare = spare and pos_slice is None and not tensor.requires_grad
-        kept = kept.to(device=device, dtype=dtype, copy=not spare)
+        last_use = last_use and pos_slice is None and not tensor.requires_grad
+        kept = kept.to(device=device, dtype=dtype, copy=not last_use)
         return kept[0] if squeeze and len(kept) == 1 else kept
 
     held: dict[str, list[int]] = {}
 
-    def record(tensor: Tensor, hook: HookPoint, suffix: str = "", spare: bool = False) -> None:
+    def record(tensor: Tensor, hook: HookPoint, suffix: str = "", last_use: bool = False) -> None:
         name = hook.name + suffix
         if hook.pos is None:
-            cache[name] = copy(tensor, hook, spare)
+            cache[name] = copy(tensor, hook, last_use)
         elif _kept(hook.pos, hook.length, pos_slice):
             steps = held.setdefault(name, [])
             if hook.pos in steps or not isinstance(cache.get(name), list):
@@ -66,7 +66,7 @@ def recorders(
     def record_grad(tensor: Tensor, hook: HookPoint) -> None:
         record(tensor, hook, "_grad")
 
-    keep = functools.partial(record, spare=True)
+    keep = functools.partial(record, last_use=True)
     fwd = [Entry(p, record, "fwd", reads=True, keep=keep) for p in points]
     bwd = [Entry(p, record_grad, "bwd") for p in points] if incl_bwd else []
     return cache, fwd, bwd

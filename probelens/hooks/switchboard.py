@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from probelens.errors import HookNotFiredError, InputError, noted
-from probelens.hooks.eager import eager, hold, release
+from probelens.hooks.forwards import eager, hold, release
 from probelens.hooks.points import (
     At,
     Direction,
@@ -63,11 +63,11 @@ class Entry:
     def here(self) -> bool:
         return self.thread is None or self.thread == threading.get_ident()
 
-    def forward(self, tensor: Tensor, hook: HookPoint, spare: bool = False) -> Tensor:
+    def forward(self, tensor: Tensor, hook: HookPoint, last_use: bool = False) -> Tensor:
         if self.dir == "bwd":
             return self._listen_to_gradient(tensor, hook)
         self.fired += 1
-        fn = self.fn if self.keep is None or not spare else self.keep
+        fn = self.fn if self.keep is None or not last_use else self.keep
         with _named(hook):
             new = fn(tensor, hook=hook)
         return tensor if new is None else checked(new, tensor, hook)
@@ -104,12 +104,12 @@ class Tap:
     """What an instrumented forward calls at each interior point.
 
     Args:
-        board: The switchboard that holds the hooks.
+        switchboard: The switchboard that holds the hooks.
         names: From the forward's own short names to canonical names.
     """
 
-    def __init__(self, board: Switchboard, names: Mapping[str, str]) -> None:
-        self._board = board
+    def __init__(self, switchboard: Switchboard, names: Mapping[str, str]) -> None:
+        self._switchboard = switchboard
         self._names = names
 
     def __call__(
@@ -127,11 +127,13 @@ class Tap:
             The tensor, or what the hooks made of it; of the same shape.
         """
         full = self._names.get(name)
-        if full is None or full not in self._board.entries:
+        if full is None or full not in self._switchboard.entries:
             return tensor
-        return self._board.fire(full, tensor, pos, length)
+        return self._switchboard.fire(full, tensor, pos, length)
 
-    def give(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
+    def offer_last_use(
+        self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None
+    ) -> Tensor:
         """Offer a tensor that the forward doesn't use again: a recorder alone at the point keeps it as it is.
 
         Args:
@@ -144,9 +146,9 @@ class Tap:
             The tensor, or what the hooks made of it; of the same shape.
         """
         full = self._names.get(name)
-        if full is None or full not in self._board.entries:
+        if full is None or full not in self._switchboard.entries:
             return tensor
-        return self._board.fire(full, tensor, pos, length, spare=True)
+        return self._switchboard.fire(full, tensor, pos, length, last_use=True)
 
     def wants(self, name: str) -> bool:
         """Whether anybody listens at the point, in this thread.
@@ -157,7 +159,7 @@ class Tap:
         Returns:
             True if the tensor must be offered.
         """
-        return bool(self._board.listeners(self._names.get(name)))
+        return bool(self._switchboard.listeners(self._names.get(name)))
 
     def edits(self, name: str) -> bool:
         """Whether a listener may change the tensor; False when all of them only read.
@@ -168,7 +170,7 @@ class Tap:
         Returns:
             False also when nobody listens.
         """
-        return any(not e.reads for e in self._board.listeners(self._names.get(name)))
+        return any(not e.reads for e in self._switchboard.listeners(self._names.get(name)))
 
     def positions(self, name: str, length: int | None = None) -> list[int] | None:
         """Steps at which a state point must be offered one by one: None for every step.
@@ -183,7 +185,7 @@ class Tap:
             Positions in order; None for every step.
         """
         found: set[int] = set()
-        for entry in self._board.listeners(self._names.get(name)):
+        for entry in self._switchboard.listeners(self._names.get(name)):
             if not isinstance(entry.fn, At):
                 return None
             found.update(entry.fn.resolve(length) if length is not None else entry.fn.positions)
@@ -193,8 +195,8 @@ class Tap:
 class Reach(Protocol):
     """What the switchboard asks of an adapter: how to reach the hook points in a module."""
 
-    def attach(self, board: Switchboard, point: HookPoint) -> Sequence[Any]:
-        """Make the model call ``board.fire`` at a boundary point; handles that undo it."""
+    def attach(self, switchboard: Switchboard, point: HookPoint) -> Sequence[Any]:
+        """Make the model call ``switchboard.fire`` at a boundary point; handles that undo it."""
 
     def instrument(self, path: str, tap: Tap) -> contextlib.AbstractContextManager[None]:
         """Run the instrumented forward of a module while the context lasts."""
@@ -251,7 +253,7 @@ class Switchboard:
         tensor: Tensor,
         pos: int | None = None,
         length: int | None = None,
-        spare: bool = False,
+        last_use: bool = False,
     ) -> Tensor:
         """Hand a tensor to every listener at a point, in the order in which they came.
 
@@ -260,7 +262,7 @@ class Switchboard:
             tensor: The activation, in the point's axes. (batch, pos, ...), or (batch, ...) of one step
             pos: Which step it is, at a state point.
             length: How many steps there are.
-            spare: Whether the model doesn't use the tensor again.
+            last_use: Whether the model doesn't use the tensor again.
 
         Returns:
             What the model goes on with, of the same shape.
@@ -268,7 +270,7 @@ class Switchboard:
         listeners = self.listeners(name)
         for entry in listeners:
             hook = entry.point if pos is None else entry.point.at(pos, length)
-            tensor = entry.forward(tensor, hook, spare and len(listeners) == 1)
+            tensor = entry.forward(tensor, hook, last_use and len(listeners) == 1)
         return tensor
 
     def add(self, entries: Iterable[Entry]) -> None:
@@ -386,11 +388,11 @@ class Switchboard:
             context.__exit__(None, None, None)
 
 
-def attach_to_module(board: Switchboard, point: HookPoint) -> list[Any]:
+def attach_to_module(switchboard: Switchboard, point: HookPoint) -> list[Any]:
     """PyTorch hooks on the module at ``point.site`` that fire the point; their handles."""
     name, site = point.name, point.site
     assert site is not None, f"{name!r} is a boundary point without a site"
-    module = board.root.get_submodule(site.path)
+    module = switchboard.root.get_submodule(site.path)
     moved: dict[int, Tensor] = {}
 
     def fire(value: Tensor | PackedSequence) -> tuple[bool, Any]:
@@ -399,7 +401,7 @@ def attach_to_module(board: Switchboard, point: HookPoint) -> list[Any]:
         tensor = value if isinstance(value, Tensor) else pad_packed_sequence(value, batch_first=True)[0]
         seen = site.to_hook(tensor) if isinstance(value, Tensor) else tensor
         version = version_of(seen)
-        new = board.fire(name, seen)
+        new = switchboard.fire(name, seen)
         if new is seen:
             # What a hook writes into a view reaches the model; what it writes into a copy is put back.
             copied = site.scale != 1 or not isinstance(value, Tensor)
@@ -437,7 +439,7 @@ def attach_to_module(board: Switchboard, point: HookPoint) -> list[Any]:
     handles = [module.register_forward_pre_hook(before, with_kwargs=True)]
     if site.carry is not None:
         # Before the other hooks there: hook_resid_post must see the moved output.
-        block = board.root.get_submodule(site.carry)
+        block = switchboard.root.get_submodule(site.carry)
         handles.append(block.register_forward_hook(carry, with_kwargs=True, prepend=True))
     return handles
 

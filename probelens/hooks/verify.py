@@ -170,7 +170,7 @@ def _goes_around(model: HookedModel, point: HookPoint, x: Any, resid: Tensor) ->
     if not model.can_skip():
         return False
     entering = model(x, stop_at_layer=after)
-    return entering.shape != resid.shape or not torch.equal(entering, resid) or not model.chained(after)
+    return entering.shape != resid.shape or not torch.equal(entering, resid) or not model.can_start_at(after)
 
 
 def _two_inputs(model: HookedModel, inputs: Any, seed: int) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError, ShapeError, UnknownHookError, nearest
-from probelens.hooks.offload import need_data
+from probelens.hooks.forwards import need_data
 
 if TYPE_CHECKING:
     from probelens.hooks.model import HookedModel

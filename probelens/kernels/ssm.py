@@ -16,7 +16,7 @@ from probelens.errors import InputError, ShapeError
 from probelens.kernels.conv import causal_conv
 from probelens.kernels.scan import ScanOutput, compute_dtype, fused_kernel, scan_stopping, selective_scan
 from probelens.kernels.ssd import ssd_scan, ssd_stopping
-from probelens.kernels.tap import KernelPoint, NullTap, Tap, give, offer, segments, steps_to_offer
+from probelens.kernels.tap import KernelPoint, NullTap, Tap, offer, offer_last_use, segments, steps_to_offer
 
 __all__ = [
     "MAMBA2_POINTS",
@@ -318,7 +318,7 @@ def _tapped_scan(
         out = stop(x, dt, A, B, C, D, state, on_state, steps, write, read_states=reads)
     if reads:
         assert out.states is not None
-        give(tap, "hook_ssm_state", out.states, offset + length)
+        offer_last_use(tap, "hook_ssm_state", out.states, offset + length)
     return out
 
 

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from probelens.errors import InputError
 
-__all__ = ["KernelPoint", "NullTap", "Tap", "give", "offer", "run_between", "segments", "steps_to_offer"]
+__all__ = [
+    "KernelPoint",
+    "NullTap",
+    "Tap",
+    "offer",
+    "offer_last_use",
+    "run_between",
+    "segments",
+    "steps_to_offer",
+]
 
 
 @dataclass(frozen=True)
@@ -196,9 +205,9 @@ def offer(tap: Tap, name: str, tensor: Tensor) -> Tensor:
     return tap(name, tensor.clone() if tap.edits(name) else tensor)
 
 
-def give(tap: Tap, name: str, trajectory: Tensor, length: int) -> None:
-    """Offer a whole trajectory that the kernel doesn't use again: a tap with ``give`` may keep it as it is."""
-    hand_over: Callable[[str, Tensor, int | None, int | None], Tensor] = getattr(tap, "give", tap)
+def offer_last_use(tap: Tap, name: str, trajectory: Tensor, length: int) -> None:
+    """Offer a whole trajectory that the kernel doesn't use again: a tap with ``offer_last_use`` may keep it as it is."""
+    hand_over: Callable[[str, Tensor, int | None, int | None], Tensor] = getattr(tap, "offer_last_use", tap)
     hand_over(name, trajectory, None, length)
 
 

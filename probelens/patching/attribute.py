@@ -9,6 +9,7 @@ from torch import Tensor
 
 from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
+from probelens.hooks.padding import padding_mask
 from probelens.hooks.points import HookPoint, has_positions
 from probelens.hooks.sites import Sites, expand, layer_of, need_wrapped
 from probelens.numerics.modes import differentiable
@@ -24,8 +25,8 @@ from probelens.patching.parts import (
 )
 from probelens.patching.result import PatchResult
 from probelens.results.progress import progress_bar
-from probelens.running.collect import collect, padding_mask
-from probelens.running.quick import quick
+from probelens.running.collect import collect
+from probelens.running.faster_forwards import faster_forwards
 from probelens.running.sweep.plan import Read, sweep
 
 __all__ = ["attribute"]
@@ -93,7 +94,7 @@ def attribute(
     with (
         model.evaluating(),
         differentiable(),
-        quick(model, names),
+        faster_forwards(model, names),
         progress_bar(len(chunks), "backward passes", progress) as bar,
     ):
         for rows in chunks:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from probelens.errors import InputError, MetricError, ShapeError
 from probelens.hooks.model import HookedModel
+from probelens.hooks.padding import padding_mask
 from probelens.hooks.sites import need_wrapped
 from probelens.patching.final_layer_sites import RUN, SITES, Plan, Site
 from probelens.patching.parts import Metric, Mode, answered, read_metric
 from probelens.results.result import Result
-from probelens.running.collect import padding_mask
 from probelens.running.sweep.plan import Condition, Read, sweep
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from probelens.hooks.model import HookedModel
+from probelens.hooks.padding import padding_mask
 from probelens.hooks.points import has_positions
 from probelens.hooks.sites import Sites, expand, layer_of, need_wrapped
 from probelens.patching.parts import (
@@ -31,7 +32,7 @@ from probelens.patching.parts import (
     replace,
 )
 from probelens.patching.result import PatchResult
-from probelens.running.collect import collect, padding_mask, stops_at
+from probelens.running.collect import collect, stops_at
 from probelens.running.sweep.plan import Condition, Read, SweepPlan, plan
 
 __all__ = ["PatchPlan", "patch_plan"]

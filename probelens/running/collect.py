@@ -17,17 +17,16 @@ from torch import Tensor
 from probelens.errors import InputError, ShapeError, StoreError, UnknownHookError, nearest
 from probelens.experiments.settings import whole_number
 from probelens.hooks.cache import Slice
-from probelens.hooks.forwards import hooked_by_hand
+from probelens.hooks.forwards import hooked_by_hand, stored
 from probelens.hooks.model import HookedModel
-from probelens.hooks.offload import stored
-from probelens.hooks.padding import has_gap, reads_both_ways
+from probelens.hooks.padding import mask_for_model
 from probelens.hooks.sites import Sites, expand, layer_of, need_wrapped
 from probelens.results.progress import progress_bar
 from probelens.results.result import Result
-from probelens.running.quick import quick
+from probelens.running.faster_forwards import faster_forwards
 from probelens.running.stream import RECORD, Stream, need_storable
 
-__all__ = ["Activations", "collect", "padding_mask"]
+__all__ = ["Activations", "collect"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +184,7 @@ def collect(
     with (
         torch.no_grad(),
         model.evaluating(),
-        quick(model, names),
+        faster_forwards(model, names),
         store.writing(),
         progress_bar(len(tokens), "sequences", progress) as bar,
     ):
@@ -230,31 +229,13 @@ def stops_at(model: HookedModel, names: list[str]) -> int | None:
     return last if inner and last < model.cfg.n_layers else None
 
 
-def padding_mask(mask: Tensor | None, model: HookedModel | None = None) -> Tensor | None:
-    """The attention mask that a batch with this mask needs, or None if it needs none.
-
-    Padding on the right never reaches an earlier position of a causal model, so only a real token
-    after padding calls for a mask; on a model that reads both ways every padding does.
-
-    Args:
-        mask: True on real tokens. (example, pos)
-        model: The wrapped model; a causal one if None.
-
-    Returns:
-        1 for real tokens, 0 for padding, or None. (example, pos)
-    """
-    if mask is None or bool(mask.all()):
-        return None
-    return mask.long() if has_gap(mask) or (model is not None and reads_both_ways(model)) else None
-
-
 def _inputs(
     model: HookedModel, batch: Any, attention: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     tokens = getattr(batch, "tokens", None)
     if isinstance(tokens, Tensor):
         given = getattr(batch, "attention_mask", None) if attention is None else attention
-        return tokens, getattr(batch, "mask", None), told(model, given)
+        return tokens, getattr(batch, "mask", None), mask_for_model(model, given)
     if isinstance(batch, str) or (
         isinstance(batch, (list, tuple)) and batch and all(isinstance(t, str) for t in batch)
     ):
@@ -285,28 +266,8 @@ def _inputs(
             raise ShapeError(
                 f"attention_mask has shape {tuple(attention.shape)}, the tokens {tuple(tokens.shape[:2])}: they must agree"
             )
-        return tokens, attention.bool().cpu(), told(model, attention)
+        return tokens, attention.bool().cpu(), mask_for_model(model, attention)
     return tokens, None, None
-
-
-def told(model: HookedModel, attention: Tensor | None) -> Tensor | None:
-    """The attention mask as the model has to be told of it; None where there is nothing to tell.
-
-    A forward that takes no mask needs none where padding comes after everything that is read; where it doesn't, the
-    mask is passed on, and refused with the reason.
-
-    Args:
-        model: The wrapped model.
-        attention: 1 for real tokens. (example, pos)
-
-    Returns:
-        1 for real tokens, int64, or None. (example, pos)
-    """
-    if attention is None:
-        return None
-    if not model.adapter.accepts("attention_mask") and padding_mask(attention.bool(), model) is None:
-        return None
-    return attention.long()
 
 
 def _columns(batch: Any) -> Mapping[str, Any] | None:
@@ -396,7 +357,7 @@ def _key(
     if attention is not None:
         digest.update(attention.bool().cpu().contiguous().numpy().tobytes())
     with model.evaluating():
-        model.adapter.settle()
+        model.adapter.apply_lazy_rescaling()
     for name, kind in _state(model.module):
         value = stored(model.module, name)
         digest.update(f"{name} {kind}".encode())

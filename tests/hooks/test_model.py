@@ -710,7 +710,7 @@ def test_a_run_from_the_middle_is_refused_where_something_goes_around_the_blocks
     model, x = pl.wrap(Around().eval()), zoo.tokens()
     assert model.can_skip()
     # What the head reads holds everything again; only a start in between loses the way around.
-    assert [model.chained(i) for i in range(3)] == [True, False, True]
+    assert [model.can_start_at(i) for i in range(3)] == [True, False, True]
     resid = model(x, stop_at_layer=1)
     with pytest.raises(pl.InputError, match="goes around"):
         model(resid, start_at_layer=1)
@@ -720,5 +720,5 @@ def test_a_run_from_the_middle_is_refused_where_something_goes_around_the_blocks
     # Not block 0's output: the way around begins with it.
     assert set(notes) == {"blocks.1.hook_resid_pre", "blocks.1.hook_resid_post"}
     assert all(
-        pl.wrap(zoo.build(name)).chained(1) for name in ("neox", "mamba", "lstm", "gru-fused-time-first")
+        pl.wrap(zoo.build(name)).can_start_at(1) for name in ("neox", "mamba", "lstm", "gru-fused-time-first")
     )

@@ -577,7 +577,9 @@ def test_a_trajectory_is_kept_without_a_copy_only_where_nobody_else_has_it(monke
     model, x = pl.wrap(zoo.build("mamba")), zoo.tokens()
     name = "blocks.0.mixer.hook_ssm_state"
     given = []
-    monkeypatch.setattr(ssm, "give", lambda tap, *a: given.append(a[1].data_ptr()) or _tap.give(tap, *a))
+    monkeypatch.setattr(
+        ssm, "offer_last_use", lambda tap, *a: given.append(a[1].data_ptr()) or _tap.offer_last_use(tap, *a)
+    )
 
     def shared(**options):
         return model.run_with_cache(x, name, return_type=None, **options)[1][name].data_ptr() == given[-1]
@@ -588,7 +590,7 @@ def test_a_trajectory_is_kept_without_a_copy_only_where_nobody_else_has_it(monke
         # The controls: a slice would hold the whole, and two recorders would share one memory.
         assert not shared(pos_slice=slice(0, 1))
         cache, also, _ = recorders([model.hook_dict[name]], False, None, None, None)
-        with model._board.listening(also):
+        with model._switchboard.listening(also):
             assert not shared()
         torch.testing.assert_close(cache[name], kept, rtol=0, atol=0)
         assert cache[name].data_ptr() != given[-1]

@@ -28,7 +28,7 @@ from primitives import PRIMITIVES, collected, probed, same
 from torch import Tensor, nn
 
 import probelens as pl
-from probelens.hooks import eager as _eager
+from probelens.hooks import forwards as _eager
 
 ROOT = Path(__file__).resolve().parents[2]
 X = zoo.tokens(2, 6)
@@ -327,7 +327,7 @@ def test_skipping_blocks_brings_none_of_their_weights_in(
 ) -> None:
     model = pl.wrap(offloaded("neox", tmp_path, "one block"))
     resid = model(X, stop_at_layer=2)
-    assert model.chained(2)
+    assert model.can_start_at(2)
     block = model.module.get_submodule(model.adapter.blocks[1])
     for module in block.modules():
         if hasattr(module, "_hf_hook"):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
-from probelens.hooks.forwards import makeup
+from probelens.hooks.trials import fingerprint
 from probelens.results.progress import progress_bar
-from probelens.running.quick import quick
+from probelens.running.faster_forwards import faster_forwards
 from probelens.running.sweep.limits import Limits, Sizes, in_bytes, largest, limits_of, mib
 from probelens.running.sweep.resume import distrusted
 from probelens.running.sweep.suffix import SuffixRuns
@@ -75,7 +75,7 @@ class Engine:
         model = self.model
         hooked = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.module.modules())
         return (
-            model.has_hooks(), hooked, model.cfg.dtype, model.cfg.device, distrusted(model), makeup(model.module),
+            model.has_hooks(), hooked, model.cfg.dtype, model.cfg.device, distrusted(model), fingerprint(model.module),
         )  # fmt: skip
 
     def _no_skip(self) -> str:
@@ -86,7 +86,7 @@ class Engine:
         if not self.model.can_skip():
             return "the adapter can't begin a run of this model at a block"
         # Where something goes around the blocks, starting at one would be wrong.
-        if not self.model.chained(self.n):
+        if not self.model.can_start_at(self.n):
             return "something goes around the blocks of this model"
         return ""
 
@@ -98,7 +98,7 @@ class Engine:
             if not name.startswith("blocks."):
                 return None
             layers.append(int(name.split(".")[1]))
-        return min(layers) if layers and self.model.chained(min(layers)) else None
+        return min(layers) if layers and self.model.can_start_at(min(layers)) else None
 
     def _resume(self) -> str:
         """Plan runs from the first changed position on; the reason where they aren't possible or sure to be right."""
@@ -188,7 +188,9 @@ class Engine:
         with (
             torch.no_grad(),
             self.model.evaluating(),
-            quick(self.model, {edit.name for condition in self.conditions for edit in condition.edits}),
+            faster_forwards(
+                self.model, {edit.name for condition in self.conditions for edit in condition.edits}
+            ),
             progress_bar(len(self.chunks) * (len(self.conditions) + 1), describe, progress) as bar,
         ):
             for rows in self.chunks:

@@ -111,7 +111,7 @@ def _job(model: HookedModel, index: int, condition: Condition) -> Job | None:
     kind = only.rsplit(".", 1)[-1] if only is not None and start >= 0 else ""
     direct = only if only == f"blocks.{start}.{kind}" and kind in ends else None
     stop = start + ends[kind] if direct is not None else last + 1
-    if (start > 0 and not model.chained(start)) or not model.chained(stop):
+    if (start > 0 and not model.can_start_at(start)) or not model.can_start_at(stop):
         return None
     return Job(index, condition.edits, start, stop, direct)
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from probelens.errors import InputError, metric_note, noted
 from probelens.experiments.settings import whole_number
 from probelens.hooks.model import HookedModel
+from probelens.hooks.padding import mask_for_model
 from probelens.hooks.points import HookFn, at
-from probelens.running.collect import told
 from probelens.running.sweep.engine import Engine
 from probelens.running.sweep.limits import mib
 
@@ -329,7 +329,7 @@ def plan(
         raise InputError(
             f"memory={memory}: a budget is a positive number of bytes, such as 2**30; None is for no budget"
         )
-    mask = told(model, attention_mask)
+    mask = mask_for_model(model, attention_mask)
     given = (model, tokens, conditions, read, mask, batch_size, memory, source_bytes)
     planned, otherwise = Engine(*given), None
     trial = planned.trial()

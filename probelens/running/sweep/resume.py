@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError
-from probelens.hooks.forwards import makeup
+from probelens.hooks.trials import fingerprint
 
 if TYPE_CHECKING:
     from probelens.hooks.model import HookedModel
@@ -119,7 +119,7 @@ def resumer_of(model: HookedModel) -> Resumer | None:
 
     What was found holds until something in the model is exchanged.
     """
-    now = makeup(model.module)
+    now = fingerprint(model.module)
     if model not in _FOUND or _FOUND[model][0] != now:
         found = None if distrusted(model) else model.adapter.resumer(model)
         if found is not None and not isinstance(found, Resumer):
@@ -133,13 +133,13 @@ def resumer_of(model: HookedModel) -> Resumer | None:
 
 def distrust(model: HookedModel) -> None:
     """Don't resume runs of this model again, as it is."""
-    _WRONG[model] = makeup(model.module)
+    _WRONG[model] = fingerprint(model.module)
     _FOUND[model] = _WRONG[model], None
 
 
 def distrusted(model: HookedModel) -> bool:
     """Whether runs from the middle were found to give other numbers on this model, as it is."""
-    return model in _WRONG and _WRONG[model] == makeup(model.module)
+    return model in _WRONG and _WRONG[model] == fingerprint(model.module)
 
 
 def passes(

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import probelens as pl
 from probelens.adapters.hf import mixers as _mamba
-from probelens.hooks.forwards import makeup, replaced_forward
-from probelens.running.quick import quick
+from probelens.hooks.forwards import replaced_forward
+from probelens.hooks.trials import fingerprint
+from probelens.running.faster_forwards import faster_forwards
 
 SITE = "blocks.1.hook_resid_post"
 
@@ -26,7 +27,7 @@ def build(kind: str) -> pl.HookedModel:
 def native(kind: str) -> pl.HookedModel:
     """The same model, kept from the faster forwards."""
     model = build(kind)
-    model.adapter.quick_paths = list  # type: ignore[method-assign]
+    model.adapter.faster_paths = list  # type: ignore[method-assign]
     return model
 
 
@@ -42,7 +43,7 @@ def instrumented(model: pl.HookedModel, run: Callable[[], object]) -> int:
 @pytest.mark.parametrize("kind", ["mamba", "mamba2", "jamba"])
 def test_what_is_collected_and_swept_is_what_the_native_forward_gives(kind: str) -> None:
     model, slow, x = build(kind), native(kind), zoo.tokens(3, 9)
-    n = len(model.adapter.quick_paths())
+    n = len(model.adapter.faster_paths())
     assert n > 0
     pl.collect(model, x, SITE)  # the trial is over
     assert instrumented(model, lambda: pl.collect(model, x, SITE)) == n
@@ -62,7 +63,7 @@ def test_what_is_collected_and_swept_is_what_the_native_forward_gives(kind: str)
 @pytest.mark.parametrize("kind", ["neox", "gpt2", "lstm"])
 def test_what_has_no_faster_forward_runs_its_own(kind: str) -> None:
     model = pl.wrap(zoo.build(kind))
-    assert model.adapter.quick_paths() == []
+    assert model.adapter.faster_paths() == []
 
 
 def test_a_point_on_a_module_inside_a_mixer_is_read_in_the_native_forward() -> None:
@@ -76,7 +77,7 @@ def test_a_point_on_a_module_inside_a_mixer_is_read_in_the_native_forward() -> N
 def test_hooks_of_the_callers_own_keep_the_native_forward() -> None:
     model, x = pl.wrap(zoo.build("mamba")), zoo.tokens()
     pl.collect(model, x, SITE)
-    mixer = model.module.get_submodule(model.adapter.quick_paths()[0])
+    mixer = model.module.get_submodule(model.adapter.faster_paths()[0])
     seen: list[int] = []
     handle = mixer.in_proj.register_forward_hook(lambda *a: seen.append(1))
     assert instrumented(model, lambda: pl.collect(model, x, SITE)) == 0
@@ -96,7 +97,7 @@ def test_a_mixer_that_computes_something_else_runs_its_own_forward(
         monkeypatch.setattr(_mamba, "refuse_replaced_forward", lambda *args: None)
     module = zoo.build("mamba")
     model = pl.wrap(module)
-    mixer = module.get_submodule(model.adapter.quick_paths()[0])
+    mixer = module.get_submodule(model.adapter.faster_paths()[0])
     own = type(mixer).forward
     mixer.forward = lambda *a, **kw: 2 * own(mixer, *a, **kw)
     x = zoo.tokens()
@@ -143,7 +144,7 @@ def test_the_native_forward_is_back_after_an_exception() -> None:
     model = pl.wrap(zoo.build("mamba2"))
 
     def fail_inside() -> None:
-        with quick(model):
+        with faster_forwards(model):
             assert any("forward" in m.__dict__ for m in model.module.modules()), (
                 "there is something to put back"
             )
@@ -156,7 +157,7 @@ def test_the_native_forward_is_back_after_an_exception() -> None:
 
 def test_a_hook_on_a_module_that_the_reference_forward_skips_is_an_error_not_silence() -> None:
     model, x = pl.wrap(zoo.build("mamba2")), zoo.tokens()
-    norm = model.module.get_submodule(model.adapter.quick_paths()[0]).norm
+    norm = model.module.get_submodule(model.adapter.faster_paths()[0]).norm
     handle = norm.register_forward_hook(lambda module, args, out: out * 2)
     inside = "blocks.0.mixer.hook_ssm_state"
     with pytest.raises(pl.InputError, match="hook stands on 'norm' inside a Mamba2Mixer"):
@@ -277,10 +278,10 @@ def test_attributes_that_cannot_be_hashed_are_no_obstacle() -> None:
             return None
 
     model = pl.wrap(zoo.build("mamba"))
-    before = makeup(model.module)
+    before = fingerprint(model.module)
     model.module.backbone.layers[0].mixer.extra = Odd()
-    assert makeup(model.module) != before
-    assert makeup(model.module) == makeup(model.module)
+    assert fingerprint(model.module) != before
+    assert fingerprint(model.module) == fingerprint(model.module)
     x = zoo.tokens()
     model.run_with_cache(x, "blocks.0.mixer.hook_ssm_state")
     assert torch.isfinite(pl.collect(model, x, SITE)[SITE]).all()

@@ -9,19 +9,19 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from probelens.hooks.forwards import makeup
+from probelens.hooks.trials import fingerprint
 
 if TYPE_CHECKING:
     from probelens.hooks.model import HookedModel
 
-__all__ = ["quick"]
+__all__ = ["faster_forwards"]
 
 # Of each model, what it consisted of when it was tried, and whether both forwards gave the same numbers.
 _EQUAL: WeakKeyDictionary[HookedModel, tuple[Any, bool]] = WeakKeyDictionary()
 
 
 @contextlib.contextmanager
-def quick(model: HookedModel, names: Iterable[str] = ()) -> Iterator[None]:
+def faster_forwards(model: HookedModel, names: Iterable[str] = ()) -> Iterator[None]:
     """Run the faster forwards while the context lasts, where they are sure to see what the model's own would.
 
     Not where hooks of the caller's stand on the model, or a point lies on a module inside a mixer: the two forwards
@@ -34,7 +34,7 @@ def quick(model: HookedModel, names: Iterable[str] = ()) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    paths = model.adapter.quick_paths()
+    paths = model.adapter.faster_paths()
     inside = tuple(f"{path}." for path in paths)
     clear = (
         bool(paths)
@@ -48,12 +48,14 @@ def quick(model: HookedModel, names: Iterable[str] = ()) -> Iterator[None]:
             for module in model.module.get_submodule(path).modules()
         )
     )
-    with model._board.instrumented(paths) if clear and _equal(model, paths) else contextlib.nullcontext():
+    with (
+        model._switchboard.instrumented(paths) if clear and _equal(model, paths) else contextlib.nullcontext()
+    ):
         yield
 
 
 def _equal(model: HookedModel, paths: list[str]) -> bool:
-    now = makeup(model.module)
+    now = fingerprint(model.module)
     if model not in _EQUAL or _EQUAL[model][0] != now:
         _EQUAL[model] = now, _tried(model, paths)
     return _EQUAL[model][1]
@@ -63,10 +65,10 @@ def _tried(model: HookedModel, paths: list[str]) -> bool:
     if not model.cfg.d_vocab:
         return False
     x = torch.randint(model.cfg.d_vocab, (2, 9), generator=torch.Generator().manual_seed(0))
-    with model._board.muted(), torch.no_grad(), model.evaluating():
+    with model._switchboard.muted(), torch.no_grad(), model.evaluating():
         try:
             own = model(x)
-            with model._board.instrumented(paths):
+            with model._switchboard.instrumented(paths):
                 found = model(x)
         except Exception:
             # A model that needs more than tokens fails in a way of its own; its own forward is then the safe one.
