@@ -11,7 +11,9 @@ import dataclasses
 import json
 import math
 import os
+import sys
 import typing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -152,7 +154,7 @@ def _pack(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         return {"d": {key: _pack(item, f"{where}{_SEP}{key}", tensors) for key, item in value.items()}}
     if isinstance(value, Result):
         return {
-            "r": type(value).__module__ + ":" + type(value).__name__,
+            "r": type(value).__name__,
             "d": {
                 f.name: _pack(getattr(value, f.name), f"{where}{_SEP}{f.name}", tensors)
                 for f in dataclasses.fields(value)  # type: ignore[arg-type]
@@ -179,7 +181,7 @@ def _unpack(value: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
         return tuple(_unpack(item, tensors) for item in value["u"])
     content = {key: _unpack(item, tensors) for key, item in value["d"].items()}
     if "r" in value:
-        return _build(_nested(value["r"]), content)
+        return _build(_class_of(value["r"], content), content)
     return content
 
 
@@ -196,17 +198,24 @@ def _build(cls: type[_R], fields: dict[str, Any]) -> _R:
     return cls(**fields)
 
 
-def _nested(name: str) -> type[Result]:
-    # The class is looked up among Result's subclasses, never imported by the name in a file.
-    import importlib
+def _class_of(name: str, fields: Iterable[str]) -> type[Result]:
+    """The subclass of Result that has this name and these fields; nothing is imported by a name in a file.
 
-    module, _, cls = name.partition(":")
-    if module.startswith("probelens.") and module.replace("_", "").replace(".", "").isalnum():
-        importlib.import_module(module)
-    found = [c for c in _subclasses(Result) if c.__module__ == module and c.__name__ == cls]
-    if not found:
-        raise ValueError(f"unknown class of result {name!r}")
-    return found[0]
+    Files written before modules moved into rooms have the module before the name: it is ignored.
+    """
+    wanted, known = name.rpartition(":")[2], set(fields)
+    facade = sys.modules[__name__.partition(".")[0]]
+    for names in ([], facade.__all__):
+        for public in names:
+            getattr(facade, public)  # imports the room that has it
+        found = [
+            cls
+            for cls in _subclasses(Result)
+            if cls.__name__ == wanted and known <= {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        ]
+        if found:
+            return found[-1]
+    raise ValueError(f"no class {wanted!r} of results has been imported that has the fields {sorted(known)}")
 
 
 def _subclasses(cls: type) -> list[type]:

@@ -500,7 +500,7 @@ def test_damaged_checkpoints_of_models_are_errors(tmp_path: Path, fault: str) ->
     path = pl.models.save(model, tmp_path / "model.safetensors")
     with safe_open(path, framework="pt") as file:
         about, weights = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    content = json.loads(about["probelens.hooks.model"])
+    content = json.loads(about["probelens.model"])
     if fault == "cut":
         path.write_bytes(path.read_bytes()[:-10])
     elif fault == "text":
@@ -516,7 +516,7 @@ def test_damaged_checkpoints_of_models_are_errors(tmp_path: Path, fault: str) ->
             content["config"]["n_layers"] = -1
         else:
             content["config"] = {"arch": "os.system", "d_vocab": 10**12}
-        save_file(weights, path, metadata={"probelens.hooks.model": json.dumps(content)})
+        save_file(weights, path, metadata={"probelens.model": json.dumps(content)})
     before = path.read_bytes()
     for load in (pl.models.load, pl.load):
         with pytest.raises(pl.StoreError, match=r"model\.safetensors"):

@@ -205,9 +205,7 @@ def test_a_formal_model_that_says_it_is_huge_is_not_made(tmp_path: Path) -> None
     tensors = load_file(path)
     for change in ({"d_vocab": 2**31}, {"d_model": 2**20}, {"n_layers": 10**7}, {"hidden_size": 2**20}):
         config = {**pl.models.config_of(formal()).to_dict(), **change}
-        save_file(
-            tensors, path, metadata={"probelens.hooks.model": json.dumps({"format": 1, "config": config})}
-        )
+        save_file(tensors, path, metadata={"probelens.model": json.dumps({"format": 1, "config": config})})
         with pytest.raises(pl.StoreError, match="does not fit"):
             pl.models.load(path)
 
