@@ -235,3 +235,31 @@ def test_edits_change_a_hooked_model_and_leave_it_as_it_was():
         torch.testing.assert_close(out[:, 1], module.head.bias.expand(BATCH, 7))
         assert torch.equal(out[:, 0], plain[:, 0])
         assert torch.equal(model(tokens), plain)
+
+
+@pytest.mark.parametrize("step", [False, True])
+@pytest.mark.parametrize(
+    ("axes", "axis"), [(("batch", "pos", "head", "d_head"), 2), (("batch", "head", "pos", "key_pos"), 1)]
+)
+def test_an_edit_at_heads_leaves_the_other_heads_as_they_are(axes, axis, step):
+    whole = HookPoint("blocks.0.attn.hook_z", "interior", axes, "attn")
+    x = torch.rand(2, 3, 3, 3) + 1
+    got = edits.at_heads([0, -1], edits.zero())(x, whole)
+    if step:
+        got = pl.at([0, 1, 2], edits.at_heads([0, -1], edits.zero()))(x, whole)
+    assert [bool(got.select(axis, i).any()) for i in range(3)] == [False, True, False]
+    assert torch.equal(got.select(axis, 1), x.select(axis, 1))
+    edited = edits.replace(2 * x, pos=1)
+    limited = edits.at_heads(1, edited)(x, whole)
+    assert torch.equal(limited.select(axis, 1), edited(x, whole).select(axis, 1))
+    assert torch.equal(limited.select(axis, 0), x.select(axis, 0))
+
+
+def test_heads_that_are_not_there_are_refused():
+    heads = HookPoint("blocks.0.attn.hook_z", "boundary", ("batch", "pos", "head", "d_head"), "attn")
+    with pytest.raises(InputError, match=r"heads=\[3\].*hook_z' has 3, from 0 to 2"):
+        edits.at_heads(3, edits.zero())(torch.ones(1, 1, 3, 2), heads)
+    with pytest.raises(ShapeError, match=r"needs a hook point with heads.*'blocks.0.hook_resid_post'"):
+        edits.at_heads(0, edits.zero())(acts(), point())
+    with pytest.raises(InputError, match="names no head"):
+        edits.at_heads([], edits.zero())
