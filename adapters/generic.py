@@ -215,12 +215,10 @@ class Generic(Adapter):
         return first_child(inner, ("layers", "h", "blocks")) is not None
 
     @classmethod
-    def wrap(cls, module: Any, **options: Any) -> Any:
-        from probelens.hooks.model import HookedModel
-
+    def adapt(cls, module: Any, **options: Any) -> Adapter:
         if options.get("blocks") is None and cls.matches(module):
-            return HookedModel(module, GenericHF(module, **options))
-        return HookedModel(module, cls(module, **options))
+            return GenericHF(module, **options)
+        return cls(module, **options)
 
     def block_points(self, layer: int, path: str) -> list[HookPoint]:
         block = self.module.get_submodule(path)

@@ -23,26 +23,11 @@ from probelens.errors import InputError
 from probelens.hooks.adapter import RESID, Adapter
 from probelens.hooks.config import ModelConfig, StopForward
 from probelens.hooks.forwards import refuse_replaced_forward, swapped_forward
-from probelens.hooks.model import HookedModel
 from probelens.hooks.points import HookPoint
 from probelens.hooks.switchboard import Switchboard, Tap
 from probelens.kernels.ssm import is_mamba2, mamba2_mixer, mamba_mixer
 
-__all__ = ["MambaSSM", "MambaSSMModel", "load_checkpoint"]
-
-
-class MambaSSMModel(HookedModel):
-    """A HookedModel that runs reference forwards wherever the package's kernels can't."""
-
-    def _forward(self, *args: Any, **kw: Any) -> Any:
-        with self._switchboard.instrumented(self.adapter.needed()):  # type: ignore[attr-defined]
-            return super()._forward(*args, **kw)
-
-    @contextlib.contextmanager
-    def hooks(self, *args: Any, **kw: Any) -> Iterator[HookedModel]:
-        """As ``HookedModel.hooks``; ``model.module(...)`` works inside it on the CPU too."""
-        with self._switchboard.instrumented(self.adapter.needed()), super().hooks(*args, **kw):  # type: ignore[attr-defined]
-            yield self
+__all__ = ["MambaSSM", "load_checkpoint"]
 
 
 class MambaSSM(Adapter):
@@ -89,10 +74,6 @@ class MambaSSM(Adapter):
         return any(
             k.__name__ in names and k.__module__.startswith("mamba_ssm.") for k in type(module).__mro__
         )
-
-    @classmethod
-    def wrap(cls, module: Any, **options: Any) -> HookedModel:
-        return MambaSSMModel(module, cls(module, **options))
 
     # -- hook points -------------------------------------------------------------------------------------
 
@@ -164,8 +145,8 @@ class MambaSSM(Adapter):
 
     # -- reference forwards --------------------------------------------------------------------------------
 
-    def needed(self) -> list[str]:
-        """Modules that must run their reference forward on any call: all on the CPU, none on a GPU."""
+    def required_paths(self) -> list[str]:
+        # The package's kernels need a GPU.
         return self.instrumented_paths() if self.device().type == "cpu" else []
 
     def instrumented_paths(self) -> list[str]:

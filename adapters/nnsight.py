@@ -18,10 +18,9 @@ from torch import Tensor
 from probelens.errors import AdapterNotFoundError, InputError, ShapeError
 from probelens.hooks.adapter import Adapter
 from probelens.hooks.config import Call, StopForward
-from probelens.hooks.model import HookedModel
 from probelens.hooks.points import HookPoint, Site
-from probelens.hooks.registry import find_adapter
 from probelens.hooks.switchboard import Entry, Switchboard
+from probelens.hooks.wrapping import find_adapter
 
 __all__ = ["NNsight"]
 
@@ -56,7 +55,7 @@ class NNsight(Adapter):
         )
 
     @classmethod
-    def wrap(cls, module: Any, remote: bool | str = False, **options: Any) -> HookedModel:
+    def adapt(cls, module: Any, remote: bool | str = False, **options: Any) -> Adapter:
         if not cls.matches(module):
             raise AdapterNotFoundError(
                 f"adapter 'nnsight' wraps nnsight models, not a {type(module).__name__}"
@@ -77,9 +76,8 @@ class NNsight(Adapter):
         known = find_adapter(inner, None, options)
         if "tokenizer" in known.options and "tokenizer" not in options:
             options["tokenizer"] = getattr(module, "tokenizer", None)
-        if not remote:
-            return known.wrap(inner, **options)
-        return RemoteModel(inner, Remote(known.wrap(inner, **options).adapter, module, remote))
+        adapter = known.adapt(inner, **options)
+        return Remote(adapter, module, remote) if remote else adapter
 
 
 class Remote(Adapter):
@@ -87,6 +85,7 @@ class Remote(Adapter):
 
     name = "nnsight"
     differentiable = False
+    has_weights = False
 
     def __init__(self, known: Adapter, model: Any, remote: bool | str) -> None:
         super().__init__(known.module)
@@ -205,14 +204,6 @@ class Remote(Adapter):
         fns = [(number, None if entry.reads else entry.fn) for number, entry in entries]
         assert point.site is not None
         return self.model.get(point.site.path), point.site, hook, fns
-
-
-class RemoteModel(HookedModel):
-    """A hooked model that runs elsewhere; nothing here holds its weights."""
-
-    def edit_weights(self, edits: Any) -> Any:
-        """Refused: the weights are on the other machine."""
-        raise InputError("edit_weights changes the weights here, and a remote model runs on others")
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from probelens.hooks.config import Call, ModelConfig, StopForward
 from probelens.hooks.forwards import refuse_replaced_forward, swapped_forward
 from probelens.hooks.points import HookPoint
 from probelens.hooks.switchboard import Tap
-from probelens.hooks.unwrap import own_layers, unadapted
+from probelens.hooks.wrapping import own_layers, unadapted
 from probelens.kernels.rnn import rnn_forward, rnn_points
 
 __all__ = ["TorchRNN"]

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from probelens.errors import AdapterNotFoundError, InputError, ShapeError
 from probelens.hooks.adapter import Adapter
 from probelens.hooks.config import Call, ModelConfig
-from probelens.hooks.model import HookedModel
 from probelens.hooks.points import HookPoint
 from probelens.hooks.switchboard import Switchboard
 
@@ -128,12 +127,12 @@ class TransformerLens(Adapter):
         )
 
     @classmethod
-    def wrap(cls, module: Any, **options: Any) -> HookedModel:
+    def adapt(cls, module: Any, **options: Any) -> Adapter:
         if not cls.matches(module):
             raise AdapterNotFoundError(
                 f"adapter 'transformer-lens' wraps a TransformerBridge, not a {type(module).__name__}"
             )
-        return BridgeModel(module, cls(module, **options))
+        return cls(module, **options)
 
     # -- hook points ---------------------------------------------------------------------------------
 
@@ -216,6 +215,21 @@ class TransformerLens(Adapter):
         # The bridge keeps the original model beside its tree of modules, with a training flag of its own.
         return [*self.module.modules(), *self.module.original_model.modules()]  # type: ignore[union-attr]
 
+    def tokenize(self, texts: list[str], prepend_bos: bool | None) -> tuple[Tensor, Tensor | None]:
+        # TransformerLens puts BOS in front by default.
+        self.need_tokenizer()
+        tokens = self.module.to_tokens(texts, prepend_bos=prepend_bos)  # type: ignore[operator]
+        rows = [self.module.to_tokens(t, prepend_bos=prepend_bos).shape[1] for t in texts]  # type: ignore[operator]
+        width = tokens.shape[1]
+        if not width:
+            raise InputError(f"the text {texts!r} gives no tokens")
+        if min(rows) == width:
+            return tokens, None
+        places = torch.arange(width, device=tokens.device)
+        real = torch.tensor(rows, device=tokens.device)[:, None]
+        left = getattr(self.tokenizer, "padding_side", "right") == "left"
+        return tokens, (places >= width - real if left else places < real).long()
+
     def call(self, tokens: Tensor, mask: Tensor | None, extra: dict[str, Any]) -> Call:
         if self._caches:
             extra = {"use_cache": False, **extra}
@@ -244,27 +258,6 @@ class TransformerLens(Adapter):
                     "Only bridges of decoders can be wrapped"
                 ) from err
         return reached
-
-
-class BridgeModel(HookedModel):
-    """A hooked bridge, which keeps TransformerLens' habits of tokenizing: it puts BOS in front by default."""
-
-    def _tokenize(
-        self, text: str | Sequence[str], prepend_bos: bool | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        self._need_tokenizer()
-        texts = [text] if isinstance(text, str) else list(text)
-        tokens = self.module.to_tokens(texts, prepend_bos=prepend_bos)  # type: ignore[operator]
-        rows = [self.module.to_tokens(t, prepend_bos=prepend_bos).shape[1] for t in texts]  # type: ignore[operator]
-        width = tokens.shape[1]
-        if not width:
-            raise InputError(f"the text {text!r} gives no tokens")
-        if min(rows) == width:
-            return tokens, None
-        places = torch.arange(width, device=tokens.device)
-        real = torch.tensor(rows, device=tokens.device)[:, None]
-        left = getattr(self.tokenizer, "padding_side", "right") == "left"
-        return tokens, (places >= width - real if left else places < real).long()
 
 
 class _Handle:

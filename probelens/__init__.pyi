@@ -42,9 +42,9 @@ from .hooks.cache import ActivationCache as ActivationCache
 from .hooks.model import HookedModel as HookedModel
 from .hooks.points import HookPoint as HookPoint
 from .hooks.points import at as at
+from .hooks.wrapping import wrap as wrap
 from .models import training as training
 from .models.loading import load as load
-from .models.loading import wrap as wrap
 from .numerics import metrics as metrics
 from .numerics import stats as stats
 from .patching.attribute import attribute as attribute

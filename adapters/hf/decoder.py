@@ -12,7 +12,7 @@ from probelens.adapters.hf.blocks import first_child, join
 from probelens.errors import AdapterNotFoundError, InputError
 from probelens.hooks.adapter import Adapter
 from probelens.hooks.config import Call, ModelConfig
-from probelens.hooks.unwrap import unadapted
+from probelens.hooks.wrapping import unadapted
 
 _BLOCK_LISTS = ("layers", "h", "blocks", "decoder.layers", "block")
 _FINAL_NORMS = (

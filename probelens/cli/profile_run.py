@@ -169,7 +169,7 @@ def _untrained(model: HookedModel) -> HookedModel | None:
     import dataclasses
 
     from probelens import models
-    from probelens.models.loading import wrap
+    from probelens.hooks.wrapping import wrap
 
     config = models.config_of(model.module)
     if config is None:

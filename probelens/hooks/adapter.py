@@ -55,6 +55,8 @@ class Adapter:
     # Whether the options say all there is to know, so that the adapter takes modules it doesn't match.
     any_module: ClassVar[bool] = False
     differentiable: ClassVar[bool] = True
+    # Whether the weights that run are those of ``module``, so that edits of them count.
+    has_weights: ClassVar[bool] = True
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -81,19 +83,17 @@ class Adapter:
         return False
 
     @classmethod
-    def wrap(cls, module: Any, **options: Any) -> HookedModel:
-        """The hooked model for a module this adapter matches.
+    def adapt(cls, module: Any, **options: Any) -> Adapter:
+        """The adapter for a module that this class matches; ``probelens.wrap`` puts a HookedModel over it.
 
         Args:
             module: The user's module.
             options: Passed to the adapter.
 
         Returns:
-            The hooked model.
+            An adapter: of this class, or of another one that the module's kind needs.
         """
-        from probelens.hooks.model import HookedModel
-
-        return HookedModel(module, cls(module, **options))
+        return cls(module, **options)
 
     # -- hook points ---------------------------------------------------------------------------
 
@@ -249,6 +249,14 @@ class Adapter:
         """Modules that have an instrumented forward: what ``backend("reference")`` swaps in."""
         return []
 
+    def required_paths(self) -> list[str]:
+        """Modules that can't run their own forward here, so that every run uses the instrumented one.
+
+        Returns:
+            Module paths; none by default.
+        """
+        return []
+
     def faster_paths(self) -> list[str]:
         """Modules whose instrumented forward gives the numbers of their own up to rounding, in less time here.
 
@@ -328,6 +336,56 @@ class Adapter:
             if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.values()):
                 self._accepted.add("**")
         return keyword in self._accepted
+
+    def need_tokenizer(self) -> Any:
+        """The tokenizer.
+
+        Returns:
+            ``tokenizer``.
+
+        Raises:
+            InputError: There is none.
+        """
+        if self.tokenizer is None:
+            raise InputError(
+                f"text given, but this {type(self.module).__name__} has no tokenizer. "
+                "Give tokens (batch, pos), or pl.wrap(module, tokenizer=...)"
+            )
+        return self.tokenizer
+
+    def tokenize(self, texts: list[str], prepend_bos: bool | None) -> tuple[Tensor, Tensor | None]:
+        """Token ids of texts, padded to the longest.
+
+        Args:
+            texts: Strings.
+            prepend_bos: Put the beginning-of-sequence token in front; None for the tokenizer's habit.
+
+        Returns:
+            Ids (batch, pos), and 1 for real tokens (batch, pos) where padding was needed, None otherwise.
+
+        Raises:
+            InputError: No tokenizer, no such token, or texts without tokens.
+        """
+        tokenizer = self.need_tokenizer()
+        rows = [list(tokenizer(t, add_special_tokens=prepend_bos is None)["input_ids"]) for t in texts]
+        if prepend_bos:
+            if tokenizer.bos_token_id is None:
+                raise InputError("prepend_bos=True, but the tokenizer has no beginning-of-sequence token")
+            rows = [[tokenizer.bos_token_id, *row] for row in rows]
+        width = max((len(row) for row in rows), default=0)
+        if not width:
+            raise InputError(f"the text {texts!r} gives no tokens")
+        device = self.device()
+        if all(len(row) == width for row in rows):
+            return torch.tensor(rows, device=device), None
+        pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+        left = getattr(tokenizer, "padding_side", "right") == "left"
+        tokens, mask = [], []
+        for row in rows:
+            gap = width - len(row)
+            tokens.append([pad] * gap + row if left else row + [pad] * gap)
+            mask.append([0] * gap + [1] * len(row) if left else [1] * len(row) + [0] * gap)
+        return torch.tensor(tokens, device=device), torch.tensor(mask, device=device)
 
     def call(self, tokens: Tensor, mask: Tensor | None, extra: dict[str, Any]) -> Call:
         """Arguments for a run on tokens (or on whatever tensor the module takes).

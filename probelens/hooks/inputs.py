@@ -49,7 +49,7 @@ class ModelInputs(PointNames):
             One string, or one a row.
         """
         tokens = torch.as_tensor(tokens)
-        decode = self._need_tokenizer().decode
+        decode = self.adapter.need_tokenizer().decode
         if tokens.ndim <= 1:
             return str(decode(tokens.reshape(-1).tolist()))
         return [str(decode(row.tolist())) for row in tokens]
@@ -86,38 +86,8 @@ class ModelInputs(PointNames):
             )
         return int(ids[0])
 
-    def _need_tokenizer(self) -> Any:
-        if self.tokenizer is None:
-            raise InputError(
-                f"text given, but this {type(self.module).__name__} has no tokenizer. "
-                "Give tokens (batch, pos), or pl.wrap(module, tokenizer=...)"
-            )
-        return self.tokenizer
-
-    def _tokenize(
-        self, text: str | Sequence[str], prepend_bos: bool | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        tokenizer = self._need_tokenizer()
-        texts = [text] if isinstance(text, str) else list(text)
-        rows = [list(tokenizer(t, add_special_tokens=prepend_bos is None)["input_ids"]) for t in texts]
-        if prepend_bos:
-            if tokenizer.bos_token_id is None:
-                raise InputError("prepend_bos=True, but the tokenizer has no beginning-of-sequence token")
-            rows = [[tokenizer.bos_token_id, *row] for row in rows]
-        width = max((len(row) for row in rows), default=0)
-        if not width:
-            raise InputError(f"the text {text!r} gives no tokens")
-        if all(len(row) == width for row in rows):
-            return torch.tensor(rows, device=self.adapter.device()), None
-        pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-        left = getattr(tokenizer, "padding_side", "right") == "left"
-        tokens, mask = [], []
-        for row in rows:
-            gap = width - len(row)
-            tokens.append([pad] * gap + row if left else row + [pad] * gap)
-            mask.append([0] * gap + [1] * len(row) if left else [1] * len(row) + [0] * gap)
-        device = self.adapter.device()
-        return torch.tensor(tokens, device=device), torch.tensor(mask, device=device)
+    def _tokenize(self, text: str | Sequence[str], prepend_bos: bool | None) -> tuple[Tensor, Tensor | None]:
+        return self.adapter.tokenize([text] if isinstance(text, str) else list(text), prepend_bos)
 
     def _call(self, inputs: Any, mask: Tensor | None, start: int | None, extra: dict[str, Any]) -> Call:
         device = self.adapter.device()

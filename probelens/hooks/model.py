@@ -127,6 +127,7 @@ class HookedModel(LensMethods):
         call = self._call(inputs, mask, start, dict(extra))
         with contextlib.ExitStack() as stack:
             stack.enter_context(eager())
+            stack.enter_context(self._switchboard.instrumented(self.adapter.required_paths()))
             if stop is not None:
                 stack.enter_context(self.adapter.stopping_at(stop))
             if start is not None:
@@ -207,18 +208,27 @@ class HookedModel(LensMethods):
             HookNotFiredError: At the end of a block that ended well, for a hook never called.
         """
         entries = [*self._entries(fwd_hooks, "fwd"), *self._entries(bwd_hooks, "bwd")]
+        with (
+            self._switchboard.instrumented(self.adapter.required_paths()),
+            self._listening(entries, reset_hooks_end, clear_contexts),
+        ):
+            yield self
+            check_fired(entries)
+
+    @contextlib.contextmanager
+    def _listening(self, entries: list[Entry], reset: bool, clear: bool) -> Iterator[None]:
+        """Hooks for the length of a block; after one that ends well they stay where ``reset`` is False."""
         self._switchboard.add(entries)
         kept = False
         try:
-            yield self
-            check_fired(entries)
-            if not reset_hooks_end:
+            yield
+            if not reset:
                 kept = True
                 self._added += entries
         finally:
             if not kept:
                 self._switchboard.remove(entries)
-            if clear_contexts:
+            if clear:
                 for entry in entries:
                     entry.point.ctx.clear()
 
@@ -264,23 +274,12 @@ class HookedModel(LensMethods):
             fwd_hooks, bwd_hooks = without_batch(fwd_hooks), without_batch(bwd_hooks)
         part = (start_at_layer, stop_at_layer)
         entries = [*self._entries(fwd_hooks, "fwd", *part), *self._entries(bwd_hooks, "bwd", *part)]
-        self._switchboard.add(entries)
-        kept = False
-        try:
+        with self._listening(entries, reset_hooks_end, clear_contexts):
             out = self(inputs, return_type, stop_at_layer, start_at_layer, **kw)
             check_fired(entries, backward=False)
-            if not reset_hooks_end:
-                kept = True
-                self._added += entries
-        finally:
-            if not kept:
-                self._switchboard.remove(entries)
-                # The graph of the output still holds them: a later backward pass calls them.
-                for entry in entries:
-                    entry.active = entry.dir == "bwd"
-            if clear_contexts:
-                for entry in entries:
-                    entry.point.ctx.clear()
+        for entry in entries:
+            # The graph of the output still holds them: a later backward pass calls them.
+            entry.active = entry.active or entry.dir == "bwd"
         return out
 
     def run_with_cache(

@@ -195,7 +195,7 @@ def unwrap(model: Any, backend: Backend) -> tuple[nn.Module, Callable[[], Abstra
         return module, contextlib.nullcontext
     if callable(backend):
         return module, backend
-    from probelens.models.loading import wrap
+    from probelens.hooks.wrapping import wrap
 
     wrapped = model if hooked else wrap(module)
     return module, lambda: wrapped.backend(backend)

@@ -1,4 +1,4 @@
-"""``wrap`` a model one has, or ``load`` one by name: the two ways to a HookedModel."""
+"""Loading: a model by its name on the Hugging Face hub or from a folder, wrapped."""
 
 from __future__ import annotations
 
@@ -6,54 +6,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from probelens.errors import AdapterNotFoundError, InputError
+from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
-from probelens.hooks.registry import find_adapter
-from probelens.hooks.unwrap import unwrap
+from probelens.hooks.wrapping import wrap
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["load", "wrap"]
-
-
-def wrap(module: Any, adapter: str | None = None, **options: Any) -> HookedModel:
-    """A HookedModel over a model of yours, which stays as it is.
-
-    Args:
-        module: A transformers model, a module with an ``nn.LSTM``/``nn.GRU``, a TransformerLens or
-            nnsight model, or any module whose list of blocks you name with ``blocks=``. Of a compiled
-            model, a ``DataParallel`` or a PEFT model with LoRA or its like, the model inside.
-        adapter: Name of the adapter; None to find it.
-        **options: For the adapter: ``tokenizer=``, and for the generic one ``blocks=``, ``embed=``,
-            ``ln_final=``, ``unembed=`` (module paths).
-
-    Returns:
-        The hooked model. Wrapping costs nothing until hooks are used.
-
-    Raises:
-        AdapterNotFoundError: No adapter knows the module, or ``adapter`` isn't installed.
-        InputError: An option that the adapter doesn't take, a path the module doesn't have, or a
-            wrapper that does more than run the model (prompt tuning, TorchScript, sharded weights).
-
-    Examples:
-        >>> import torch
-        >>> stack = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-        >>> model = wrap(torch.nn.ModuleDict({"layers": stack}), blocks="layers")
-        >>> model.cfg.n_layers
-        2
-    """
-    if isinstance(module, HookedModel):
-        return module
-    if isinstance(module, (str, os.PathLike)):
-        raise AdapterNotFoundError(f"wrap() takes a model; to load one by name use pl.load({str(module)!r})")
-    if isinstance(module, type):
-        raise AdapterNotFoundError(
-            f"wrap() takes a model, not the class {module.__name__}: make one first, {module.__name__}(...)"
-        )
-    options = {k: v for k, v in options.items() if v is not None}
-    module = unwrap(module)
-    return find_adapter(module, adapter, options).wrap(module, **options)
+__all__ = ["load"]
 
 
 def load(
