@@ -531,6 +531,8 @@ class HookedModel(LensMethods):
         """
         from probelens.hooks.weights import edited_weights
 
+        if not self.adapter.has_weights:
+            raise InputError("edit_weights changes the weights here, and a remote model runs on others")
         return edited_weights(self, edits)
 
     @contextlib.contextmanager

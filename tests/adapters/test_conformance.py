@@ -17,7 +17,7 @@ import zoo
 from torch import Tensor, nn
 
 import probelens as pl
-from probelens.hooks import registry
+from probelens.hooks import wrapping
 from probelens.hooks.verify import left_behind
 
 # Adapters of other libraries' wrappers: tests of their own put them beside the adapter of the wrapped model.
@@ -74,7 +74,7 @@ def test_every_installed_adapter_is_in_the_table() -> None:
         pl.wrap(zoo.more(name)).adapter.name
         for name in ("neox", "mamba", "mamba2", "lstm", "rwkv", "mamba-ssm")
     }
-    built_in = {name for name, cls in registry.adapters().items() if cls.__module__.startswith("probelens.")}
+    built_in = {name for name, cls in wrapping.adapters().items() if cls.__module__.startswith("probelens.")}
     assert built_in - ELSEWHERE == here
     others = [p.read_text() for p in Path(__file__).parents[1].rglob("test_*.py") if p != Path(__file__)]
     for name in built_in & ELSEWHERE:

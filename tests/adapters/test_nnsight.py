@@ -186,7 +186,7 @@ def test_edits_made_of_results_travel_and_change_what_they_change_here(kind: str
 def test_a_hook_that_cannot_travel_is_refused_and_one_that_can_is_not(tmp_path: Path) -> None:
     model, x = pl.wrap(named("gpt2", tmp_path), remote="local"), zoo.tokens()
     for reason, hook in {
-        "_Package": lambda t, hook: pl.edits.zero()(t),
+        "weakref": lambda t, hook: pl.edits.zero()(t),
         "lock": _holding(threading.Lock()),
     }.items():
         with pytest.raises(pl.InputError, match=f"can't be sent.*{reason}"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ import zoo
 from torch import nn
 
 import probelens as pl
-from probelens.hooks import registry
+from probelens.hooks import wrapping
+from probelens.hooks.adapter import Adapter
+from probelens.hooks.config import ModelConfig
 
 GOOD = """
 from torch import nn
@@ -77,14 +80,14 @@ def test_adapters_of_other_packages_work_by_entry_point_and_a_broken_one_hurts_n
 
 def test_every_built_in_adapter_imports_and_none_imports_its_backend() -> None:
     code = (
-        "import sys; from probelens.hooks.registry import adapters; found = adapters(); "
+        "import sys; from probelens.hooks.wrapping import adapters; found = adapters(); "
         "heavy = {'transformers', 'transformer_lens', 'nnsight', 'mamba_ssm'} & set(sys.modules); "
         "print(sorted(found), sorted(heavy))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
-    names = set(registry.adapters())
+    names = set(wrapping.adapters())
     assert {"hf-transformer", "hf-mamba", "hf-mamba2", "torch-rnn", "generic"} <= names
     assert done.stdout.strip() == f"{sorted(names)} []"
 
@@ -162,6 +165,43 @@ def test_any_module_works_once_its_blocks_are_named() -> None:
 def test_wrong_options_are_refused_by_name(options: dict[str, str], text: str) -> None:
     with pytest.raises(pl.InputError, match=text):
         pl.wrap(Tagger(), **options)
+
+
+class Steps(Adapter):
+    """An adapter that isn't installed."""
+
+    name = "steps"
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.blocks = ["steps.0", "steps.1"]
+        self.cfg = ModelConfig(n_layers=2, d_model=6, architecture=self.name)
+
+
+class OldSteps(Steps):
+    """One written when adapters made the hooked model themselves."""
+
+    @classmethod
+    def wrap(cls, module: nn.Module, **options: object) -> pl.HookedModel:
+        return pl.HookedModel(module, cls(module, **options))
+
+
+def test_an_adapter_class_is_used_as_given_and_its_own_wrap_still_counts() -> None:
+    raw = Tagger()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = pl.wrap(raw, Steps)
+    assert isinstance(model.adapter, Steps)
+    assert model.module is raw
+    with pytest.warns(DeprecationWarning, match=r"OldSteps\.adapt"):
+        old = pl.wrap(raw, OldSteps)
+    assert isinstance(old.adapter, OldSteps)
+    x = torch.randint(9, (2, 5))
+    assert torch.equal(old(x, stop_at_layer=1), model(x, stop_at_layer=1))
+    with pytest.raises(pl.InputError, match="blocks"):
+        pl.wrap(raw, Steps, blocks="steps")
+    with pytest.raises(pl.AdapterNotFoundError, match=r"probelens\.Adapter"):
+        pl.wrap(raw, Tagger)
 
 
 def test_wrap_of_what_is_no_model_and_of_unknown_adapters() -> None:
