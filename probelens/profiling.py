@@ -12,7 +12,8 @@ from torch import Tensor
 from probelens.ablation.ablate import AblationResult, ablate
 from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
-from probelens.hooks.sites import LAYER_AXIS, need_wrapped
+from probelens.hooks.names import need_wrapped
+from probelens.hooks.shorthand import LAYER_AXIS
 from probelens.numerics.indices import READABLE, SOLVED, ProfileIndices, profile_indices
 from probelens.patching.patch import patch
 from probelens.patching.result import PatchResult

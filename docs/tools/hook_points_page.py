@@ -184,7 +184,7 @@ def hybrids() -> list[str]:
         for layer in range(model.cfg.n_layers):
             prefix = f"blocks.{layer}."
             points = [p for p in model.hook_dict.values() if p.name.startswith(prefix)]
-            mixer = next(p for p in points if model.alias(prefix + "hook_mixer_out") == p.name)
+            mixer = next(p for p in points if model.points.alias(prefix + "hook_mixer_out") == p.name)
             kinds = [
                 word
                 for word, sign in (

@@ -16,7 +16,7 @@ from probelens.ablation.erase import ErasureResult
 from probelens.ablation.scoring import CONTROLS, Control
 from probelens.examples.refit_the_probe.setup import LABELS, PAIRS, PROBED, build, make_task, training
 from probelens.experiments import Status
-from probelens.hooks.sites import LAYER_AXIS
+from probelens.hooks.shorthand import LAYER_AXIS
 from probelens.models.evaluation import EvalResult
 from probelens.numerics.indices import ProfileIndices, profile_indices
 from probelens.patching.final_layer import PatchSitesResult

@@ -34,7 +34,7 @@ from probelens.examples.refit_the_probe.setup import LABELS, PROBED, TASKS, TITL
 from probelens.examples.refit_the_probe.words import InVocabulary
 from probelens.experiments import RunRecord, Status
 from probelens.experiments.settings import at_least
-from probelens.hooks.sites import LAYER_AXIS
+from probelens.hooks.shorthand import LAYER_AXIS
 from probelens.running.collect import collect
 
 __all__ = ["PRESETS", "Config", "report", "run"]

@@ -27,7 +27,7 @@ from probelens.ablation.scoring import (
 )
 from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
-from probelens.hooks.sites import need_wrapped
+from probelens.hooks.names import by_point, need_wrapped
 from probelens.results.result import Result
 from probelens.running.collect import collect
 
@@ -116,7 +116,7 @@ class AblationResult(Result):
 def ablate(
     model: HookedModel,
     batch: Any,
-    subspaces: Mapping[str, Subspace | Eraser] | ProbeResult,
+    subspaces: Mapping[Any, Subspace | Eraser] | ProbeResult,
     metric: Metric = "accuracy",
     refit: bool = True,
     controls: int = 20,
@@ -141,8 +141,8 @@ def ablate(
     Args:
         model: The wrapped model; run in eval mode.
         batch: Sequences that the subspaces were not fitted on. tokens (example, pos).
-        subspaces: Site to Subspace (projected out, its mean kept) or Eraser; or a ProbeResult,
-            whose rows become the subspaces.
+        subspaces: Site, named in any way that ``resolve`` takes, to Subspace (projected out, its mean kept) or Eraser;
+            or a ProbeResult, whose rows become the subspaces.
         metric: "accuracy" of the argmax of the logits against ``batch.labels[target]``,
             "next_token_loss" (nats), or a function of logits (batch, pos, d_vocab) and, by keyword,
             ``tokens``, ``mask`` and each label, returning (batch, pos).
@@ -193,9 +193,7 @@ def ablate(
     label = label_of(batch, label, "label")
     target = label_of(batch, target, "target") if target is not None else label
     given = _spaces(subspaces, label)
-    spaces = {model.point(name).name: space for name, space in given.items()}
-    if len(spaces) < len(given):
-        raise InputError(f"subspaces name one hook point twice: {sorted(given)}. Give each site once.")
+    spaces = by_point(model, given)
     if controls < 0 or not 0 <= alpha <= 1:
         raise InputError(f"controls must be at least 0 and alpha from 0 to 1, got {controls} and {alpha}")
     # batch.mask says where labels count, which is no padding mask: it leaves BOS out, which is read.
@@ -325,7 +323,7 @@ def feeds_readout(model: HookedModel, site: str) -> bool:
     Returns:
         True if nothing but the unembedding comes after it; before a final norm it is False.
     """
-    name, adapter = model.alias(site), model.adapter
+    name, adapter = model.point(site).name, model.adapter
     if name in ("ln_final.hook_out", "unembed.hook_in"):
         return True
     last, parts = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post", adapter.parts

@@ -25,8 +25,9 @@ from probelens.ablation.scoring import (
 )
 from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
+from probelens.hooks.names import need_wrapped, resolve
 from probelens.hooks.points import HookPoint
-from probelens.hooks.sites import Sites, expand, layer_of, need_wrapped
+from probelens.hooks.shorthand import Names
 from probelens.numerics.modes import exact
 from probelens.results.result import Result
 from probelens.running.collect import collect
@@ -96,7 +97,7 @@ class ComponentResult(Result):
 def ablate_component(
     model: HookedModel,
     batch: Any,
-    sites: Sites,
+    sites: Names,
     how: How | Sequence[How] = "resample",
     metric: Metric = "accuracy",
     *,
@@ -148,7 +149,7 @@ def ablate_component(
         Heimersheim and Nanda 2024, arXiv 2404.15255, section 3 (zero, mean, resample).
     """
     need_wrapped(model)
-    names = expand(model, sites)
+    names = [point.name for point in resolve(model, sites)]
     ways = [how] if isinstance(how, str) else list(how)
     unknown = [w for w in ways if w not in ("zero", "mean", "resample")]
     if unknown or not ways:
@@ -210,7 +211,7 @@ def _about(
     names = list(dict.fromkeys(p.name for p, _ in group))
     heads = [h for _, h in group if h is not None]
     return {
-        "site": " + ".join(names), "layer": layer_of(names[0], model),
+        "site": " + ".join(names), "layer": model.point(names[0]).depth,
         "head": None if not heads else heads[0] if len(heads) == 1 else ",".join(map(str, heads)),
         "how": way, "draws": draws,
     }  # fmt: skip

@@ -17,8 +17,8 @@ from probelens.ablation.components import ComponentResult, donor_rows, position_
 from probelens.ablation.scoring import Metric, Runs, label_of, per_sequence, reader, scored_positions
 from probelens.errors import InputError, UnknownHookError
 from probelens.hooks.model import HookedModel
+from probelens.hooks.names import need_wrapped
 from probelens.hooks.points import HookPoint
-from probelens.hooks.sites import layer_of, need_wrapped
 from probelens.hooks.weights import weight_name
 from probelens.running.collect import collect
 from probelens.running.sweep.plan import Condition, Edit, sweep
@@ -107,7 +107,7 @@ def ablate_convolution(
                 rows.append(
                     {
                         "site": " + ".join(_name(layer) for layer in group),
-                        "layer": layer_of(_name(group[0]), model),
+                        "layer": model.point(_name(group[0])).depth,
                         "layers": ",".join(map(str, group)), "head": None, "how": way, "draws": len(found),
                         "draw_sd": each.std().item() if len(each) > 1 else None,
                     }

@@ -13,7 +13,7 @@ from probelens.ablation.ablate import ablate
 from probelens.ablation.scoring import CONTROLS, Control, Metric
 from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
-from probelens.hooks.sites import need_wrapped
+from probelens.hooks.names import by_point, need_wrapped
 from probelens.results.result import Result
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class DoseResult(Result):
 def dose_response(
     model: HookedModel,
     batch: Any,
-    subspaces: Mapping[str, Subspace | Eraser],
+    subspaces: Mapping[Any, Subspace | Eraser],
     ranks: Sequence[int] | None = None,
     alphas: Sequence[float] = (1.0,),
     metric: Metric = "accuracy",
@@ -131,7 +131,8 @@ def dose_response(
     """
     need_wrapped(model)
     # Rows have the canonical names.
-    full = {model.point(site).name: space.rank for site, space in subspaces.items()}
+    spaces = by_point(model, subspaces)
+    full = {site: space.rank for site, space in spaces.items()}
     if ranks is None:
         top = max(full.values(), default=0)
         ranks = sorted({2**i for i in range(top.bit_length()) if 2**i <= top} | set(full.values()) - {0})
@@ -142,9 +143,7 @@ def dose_response(
     rows: list[dict[str, Any]] = []
     found = None
     for rank in ranks:
-        some = {
-            site: first_directions(space, rank) for site, space in subspaces.items() if space.rank >= rank
-        }
+        some = {site: first_directions(space, rank) for site, space in spaces.items() if space.rank >= rank}
         for alpha in alphas if some else ():
             found = ablate(
                 model, batch, some, metric, refit, controls, label=label, target=target, kinds=kinds, alpha=alpha,

@@ -19,8 +19,9 @@ from probelens.ablation.ablate import MARGIN, AblationResult, ablate
 from probelens.ablation.scoring import CONTROLS, Control, Metric, check_finite, label_of
 from probelens.errors import InputError, ShapeError
 from probelens.hooks.model import HookedModel
+from probelens.hooks.names import need_wrapped, resolve
 from probelens.hooks.points import has_positions
-from probelens.hooks.sites import LAYER_AXIS, Sites, expand, need_wrapped
+from probelens.hooks.shorthand import LAYER_AXIS, Names
 from probelens.probing.chance import slack
 from probelens.results.progress import progress_bar
 from probelens.results.result import Result
@@ -99,7 +100,7 @@ def erase(
     label: str | None = None,
     target: str | None = None,
     method: Method = "leace",
-    sites: Sites = LAYER_AXIS,
+    sites: Names = LAYER_AXIS,
     metric: Metric = "accuracy",
     controls: int = 20,
     kinds: Sequence[Control] = CONTROLS,
@@ -171,7 +172,7 @@ def erase(
         held_batch, label_of(held_batch, label, "label") if target is None else target, "target"
     )
     _apart(fit_batch, held_batch)
-    names = expand(model, sites)
+    names = [point.name for point in resolve(model, sites)]
     spaces: dict[str, Subspace | Eraser]
     with _quick(model):
         if method == "leace":

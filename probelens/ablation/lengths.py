@@ -10,7 +10,7 @@ from probelens.ablation.ablate import FLOOR
 from probelens.ablation.scoring import CONTROLS, Control, Drawn, accuracy_chance, draw, run, score
 from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
-from probelens.hooks.sites import need_wrapped
+from probelens.hooks.names import by_point, need_wrapped
 from probelens.results.progress import progress_bar
 from probelens.results.result import Result
 from probelens.running.collect import collect
@@ -73,7 +73,7 @@ class LengthTransfer(Result):
 def length_transfer(
     model: HookedModel,
     task: Any,
-    subspaces: Mapping[str, Subspace | Eraser],
+    subspaces: Mapping[Any, Subspace | Eraser],
     lengths: Sequence[int] = (40, 60, 80, 100, 120),
     *,
     trained_length: int = 40,
@@ -127,7 +127,7 @@ def length_transfer(
             f"lengths={list(lengths)}, label={label!r}, target={target!r}: give lengths, and labels among "
             f"{list(task.label_names)}"
         )
-    spaces = {model.point(name).name: space for name, space in subspaces.items()}
+    spaces = by_point(model, subspaces)
     base = task.sample(n, trained_length, seed, exclude=exclude)
     acts = collect(model, base, list(spaces), batch_size=batch_size)
     drawn: list[Drawn] = draw(model, acts, base.mask, spaces, label, kinds, controls, seed)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from probelens.errors import InputError, MetricError, ShapeError, metric_note, noted
 from probelens.hooks.points import HookPoint, has_positions
-from probelens.hooks.sites import layer_of
 from probelens.running.sweep.plan import Condition, Edit, Read, sweep
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ def draw(
             raise ShapeError(
                 f"the subspace for {name!r} has width {space.d}, the activations there have {real.shape[-1]}"
             )
-        site = {"site": name, "layer": layer_of(name, model), "label": label}
+        site = {"site": name, "layer": model.point(name).depth, "label": label}
         drawn, problem = _controls(space, real, kinds, controls, seed)
         about = {**site, "condition": "target", "draw": 0, "rank": space.rank}
         about.update(control_overlap=_overlap(space, drawn), control_problem=problem)

@@ -2,97 +2,21 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from probelens.errors import InputError, ShapeError, UnknownHookError, nearest
+from probelens.errors import InputError, ShapeError, UnknownHookError
+from probelens.hooks.names import Wrapped
+from probelens.hooks.points import in_block
+from probelens.hooks.shorthand import Names, NameTable
 
-if TYPE_CHECKING:
-    from probelens.hooks.model import HookedModel
-
-__all__ = ["ActivationCache", "Slice", "act_name", "slice_positions"]
+__all__ = ["ActivationCache", "Slice", "slice_positions"]
 
 Slice = int | slice | list[int] | Tensor | tuple[Any, ...] | None
 """Positions or examples: an int, a slice, a list, a tensor, `(start, stop)` as in TransformerLens, or None for all."""
-
-_LAYER_TYPES = {"a": "attn", "m": "mlp", "b": "", "block": "", "blocks": "", "attention": "attn"}
-_SHORT = {
-    "attn": "pattern", "attn_logits": "attn_scores", "key": "k", "query": "q", "value": "v",
-    "mlp_pre": "pre", "mlp_mid": "mid", "mlp_post": "post",
-}  # fmt: skip
-# Which part of a block has a point of this short name, to say why an architecture hasn't.
-_INSIDE = {
-    **dict.fromkeys(("q", "k", "v", "z", "attn_scores", "pattern", "result", "rot_q", "rot_k"), "attn."),
-    **dict.fromkeys(("pre", "mid", "post", "pre_linear"), "mlp."),
-}
-
-
-def act_name(key: str | tuple[Any, ...], names: Iterable[str], n_layers: int) -> str:
-    """The full hook point name behind a shorthand.
-
-    Args:
-        key: A full name, or ``(name, layer)`` or ``(name, layer, layer_type)`` as in
-            TransformerLens: ``("resid_post", 3)``, ``("q", -1)``, ``("out", 0, "mixer")``.
-        names: Names to look among.
-        n_layers: Number of blocks, for negative layers.
-
-    Returns:
-        The one name that the shorthand means.
-
-    Raises:
-        UnknownHookError: No such name, a layer out of range, or several names fit.
-
-    Examples:
-        >>> act_name(("resid_post", -1), ["blocks.0.hook_resid_post", "blocks.1.hook_resid_post"], 2)
-        'blocks.1.hook_resid_post'
-    """
-    names = list(names)
-    found: Any
-    if isinstance(key, str):
-        for candidate in (key, f"hook_{key}"):
-            if candidate in names:
-                return candidate
-        found = re.fullmatch(r"([a-z]+)(\d+)([a-z]\w*)?", key)
-        if found:  # "k6", "pattern0", "scale4ln1"
-            return act_name((found[1], int(found[2]), found[3]), names, n_layers)
-        raise UnknownHookError(f"{key!r} not found. Nearest: {_listed(nearest(key, names) or names[:3])}")
-    short, layer, *rest = (*key, None) if len(key) == 1 else key
-    if layer is None:
-        return act_name(str(short), names, n_layers)
-    if not isinstance(layer, int) or not -n_layers <= layer < n_layers:
-        raise UnknownHookError(
-            f"layer {layer!r} asked for {short!r}, but the model has {n_layers} blocks: "
-            f"allowed are {-n_layers} to {n_layers - 1}"
-        )
-    prefix = f"blocks.{layer % n_layers}."
-    short = _SHORT.get(short, short)
-    kind = rest[0] if rest else None
-    if kind is not None:
-        kind = _LAYER_TYPES.get(kind, kind)
-    inside = [n for n in names if n.startswith(prefix)]
-    tail = short if str(short).startswith("hook_") else f"hook_{short}"
-    found = [n for n in inside if n == prefix + tail or (n.endswith("." + tail) and n.count(".") == 3)]
-    if kind:
-        found = [n for n in found if n.removeprefix(prefix).startswith(f"{kind}.")]
-    if not kind and prefix + tail in found:
-        return prefix + tail
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        options = nearest(prefix + tail, inside) or inside[:3] or names[:3]
-        raise UnknownHookError(f"{key!r} not found ({prefix}…{tail}). Nearest: {_listed(options)}")
-    raise UnknownHookError(
-        f"{key!r} fits several points: {_listed(found)}. Give the layer type as a third entry, "
-        f"for example ({short!r}, {layer}, {found[0].split('.')[2]!r})"
-    )
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(repr(n) for n in names) or "none"
 
 
 def slice_positions(tensor: Tensor, pos: Slice, axis: int = 1) -> Tensor:
@@ -136,8 +60,9 @@ def slice_positions(tensor: Tensor, pos: Slice, axis: int = 1) -> Tensor:
 class ActivationCache(Mapping[str, Tensor]):
     """Activations by hook point name.
 
-    ``cache["blocks.3.hook_resid_post"]``, ``cache["resid_post", 3]`` and ``cache["resid_post", -1]``
-    are the same tensor. Gradients of ``incl_bwd=True`` stand under ``name + "_grad"``.
+    ``cache["blocks.3.hook_resid_post"]``, ``cache["resid_post", 3]`` and ``cache["resid_post", -1]`` may be the same
+    tensor. Whatever names one of the hook points that it has is a key, as in ``probelens.hooks.names.resolve``.
+    Gradients of ``incl_bwd=True`` are under ``name + "_grad"``.
 
     Args:
         cache_dict: Name to activation, (batch, pos, ...).
@@ -145,60 +70,41 @@ class ActivationCache(Mapping[str, Tensor]):
         has_batch_dim: False once the batch axis of size 1 was removed.
     """
 
-    def __init__(
-        self, cache_dict: Mapping[str, Tensor], model: HookedModel | None, has_batch_dim: bool = True
-    ):
+    def __init__(self, cache_dict: Mapping[str, Tensor], model: Wrapped | None, has_batch_dim: bool = True):
         self.cache_dict = dict(cache_dict)
         self.model = model
         self.has_batch_dim = has_batch_dim
 
-    def _name(self, key: str | tuple[Any, ...]) -> str:
+    def _name(self, key: Names) -> str:
         if isinstance(key, str) and key in self.cache_dict:
             return key
-        n_layers = self.model.cfg.n_layers if self.model is not None else self._n_layers()
-        if self.model is not None:
-            full = key if isinstance(key, str) else ""
-            if (
-                isinstance(key, tuple)
-                and len(key) > 1
-                and isinstance(key[1], int)
-                and -n_layers <= key[1] < n_layers
-            ):
-                full = f"blocks.{key[1] % n_layers}.hook_{key[0]}"
-            known = self.model.alias(full)
-            if known in self.cache_dict and known != full:
-                return known
+        aliases = self.model.points.aliases if self.model is not None else {}
         try:
-            return act_name(key, self.cache_dict, n_layers)
+            return NameTable(self.cache_dict, aliases, self._n_layers()).one(key)
         except UnknownHookError as err:
             raise UnknownHookError(
                 f"{err}{self._absent(key)}. This cache holds {len(self.cache_dict)} activations (what names_filter asked for); "
                 "list them with cache.keys()"
             ) from None
 
-    def _absent(self, key: str | tuple[Any, ...]) -> str:
+    def _absent(self, key: Names) -> str:
         """Why the architecture has no such point; nothing where it has one or there is nothing to say."""
-        if self.model is None:
-            return ""
-        name = key if isinstance(key, str) else ""
-        if not name:
-            short, layer, kind = (*key, None, None)[:3]
-            short = _SHORT.get(short, short)
-            part = _INSIDE.get(short, "") if kind is None else f"{_LAYER_TYPES.get(kind, kind)}."
-            name = f"blocks.{0 if layer is None else layer % self.model.cfg.n_layers}.{part}hook_{short}"
-        reason = None if name in self.model.hook_dict else self.model.adapter.absent(name)
+        reason = None if self.model is None else self.model.points.absent(key)
         return f" ({reason})" if reason else ""
 
     def _n_layers(self) -> int:
-        layers = [int(n.split(".")[1]) for n in self.cache_dict if n.startswith("blocks.")]
-        return max(layers, default=-1) + 1
+        if self.model is not None:
+            return self.model.adapter.cfg.n_layers
+        return 1 + max(
+            (block for name in self.cache_dict if (block := in_block(name)[0]) is not None), default=-1
+        )
 
-    def __getitem__(self, key: str | tuple[Any, ...]) -> Tensor:
+    def __getitem__(self, key: Names) -> Tensor:
         return self.cache_dict[self._name(key)]
 
     def __contains__(self, key: object) -> bool:
         try:
-            return isinstance(key, (str, tuple)) and self._name(key) in self.cache_dict
+            return self._name(key) in self.cache_dict  # type: ignore[arg-type]
         except UnknownHookError:
             return False
 
@@ -311,7 +217,7 @@ class ActivationCache(Mapping[str, Tensor]):
         Raises:
             UnknownHookError: The cache lacks one of them.
         """
-        n_layers = self.model.cfg.n_layers if self.model is not None else self._n_layers()
+        n_layers = self._n_layers()
         upto = n_layers if layer in (None, -1) else layer
         if not 0 < upto <= n_layers:
             raise UnknownHookError(f"layer {layer} asked for, allowed are 1 to {n_layers}, or -1 for all")
@@ -339,7 +245,7 @@ class ActivationCache(Mapping[str, Tensor]):
             InputError: apply_ln on a model without a final norm.
             UnknownHookError: The cache lacks one of them.
         """
-        n_layers = self.model.cfg.n_layers if self.model is not None else self._n_layers()
+        n_layers = self._n_layers()
         upto = n_layers if layer in (None, -1) else int(layer or 0)
         parts: list[Tensor] = []
         labels: list[str] = []
@@ -394,7 +300,7 @@ class ActivationCache(Mapping[str, Tensor]):
             )
         if mode not in ("all", "mlp", "attn"):
             raise InputError(f"mode={mode!r} is not known. Allowed: 'all', 'mlp', 'attn'")
-        n_layers = self.model.cfg.n_layers if self.model is not None else self._n_layers()
+        n_layers = self._n_layers()
         upto = n_layers if layer in (None, -1) else int(layer)
         if incl_embeds and self.model is not None and (why := self.model.adapter.unsummed(upto)):
             raise InputError(f"the parts don't sum to the residual stream: {why}")
@@ -435,14 +341,14 @@ class ActivationCache(Mapping[str, Tensor]):
         if model is None:
             found = {k: self._name((k, layer)) for k in kinds if (k, layer) in self}
         else:
-            named = {k: model.alias(f"blocks.{layer}.hook_{k}") for k in kinds}
-            found = {k: name for k, name in named.items() if name in model.hook_dict}
+            named = {k: model.points.alias(f"blocks.{layer}.hook_{k}") for k in kinds}
+            found = {k: name for k, name in named.items() if name in model.points.named}
         # In attention blocks of hybrids both are names of one point.
         both = len({*found.values()}) > 1
         return list(found) if both or list(found) == ["mixer_out"] else ["attn_out"]
 
     def _attn_only(self) -> bool:
-        return self.model is not None and self.model.cfg.attn_only
+        return self.model is not None and self.model.adapter.cfg.attn_only
 
     def _at(self, part: Tensor, pos: Slice) -> Tensor:
         return slice_positions(part, pos, 1 if self.has_batch_dim else 0)

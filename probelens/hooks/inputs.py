@@ -6,18 +6,27 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from probelens.errors import InputError, ShapeError
+from probelens.hooks.adapter import Adapter
 from probelens.hooks.config import Call
-from probelens.hooks.names import PointNames
 from probelens.hooks.padding import positions_for_padding
 
 __all__ = ["ModelInputs", "described"]
 
 
-class ModelInputs(PointNames):
-    """The part of a HookedModel that turns what a user gives into a call of the module."""
+class ModelInputs:
+    """The part of a HookedModel that turns what a user gives into a call of the module.
+
+    Args:
+        module: The user's module.
+        adapter: What the architecture says about itself.
+    """
+
+    def __init__(self, module: nn.Module, adapter: Adapter) -> None:
+        self.module = module
+        self.adapter = adapter
 
     @property
     def tokenizer(self) -> Any:

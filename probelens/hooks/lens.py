@@ -11,8 +11,9 @@ from torch import Tensor
 from probelens.errors import InputError
 from probelens.hooks.config import Call, ModelConfig
 from probelens.hooks.inputs import ModelInputs
-from probelens.hooks.names import NamesFilter
-from probelens.hooks.points import Direction, HookFn, HookPoint
+from probelens.hooks.names import Points
+from probelens.hooks.points import Direction, HookFn
+from probelens.hooks.shorthand import Names
 
 __all__ = ["LensMethods", "explained"]
 
@@ -78,15 +79,17 @@ def explained(owner: str, name: str, model: Any = None) -> AttributeError:
 class LensMethods(ModelInputs):
     """The part of a HookedModel that is there for code written for TransformerLens."""
 
+    points: Points
+
     def __getattr__(self, name: str) -> Any:
         # Not while the model is being made: without its adapter there is no cfg to ask.
         raise explained("HookedModel", name, self if "adapter" in self.__dict__ else None)
 
-    def add_perma_hook(self, name: NamesFilter | HookPoint, hook: HookFn, dir: Direction = "fwd") -> None:
+    def add_perma_hook(self, name: Names, hook: HookFn, dir: Direction = "fwd") -> None:
         """``add_hook`` with ``is_permanent=True``.
 
         Args:
-            name: Name, glob, list, predicate or HookPoint.
+            name: As for ``run_with_cache``.
             hook: fn(tensor, hook) returning a tensor, or None for no change.
             dir: "fwd" or "bwd".
         """
@@ -105,11 +108,11 @@ class LensMethods(ModelInputs):
 
     def clear_contexts(self) -> None:
         """Empty every hook point's ``ctx``."""
-        for point in self.hook_dict.values():
+        for point in self.points.named.values():
             point.ctx.clear()
 
     def add_caching_hooks(
-        self, names_filter: NamesFilter = None, incl_bwd: bool = False,
+        self, names_filter: Names = None, incl_bwd: bool = False,
         device: torch.device | str | None = None, remove_batch_dim: bool = False,
         cache: dict[str, Any] | None = None,
     ) -> dict[str, Any]:  # fmt: skip
@@ -196,7 +199,7 @@ class LensMethods(ModelInputs):
 
         def add_hook(
             self,
-            name: NamesFilter | HookPoint,
+            name: Names,
             hook: HookFn,
             dir: Direction = "fwd",
             is_permanent: bool = False,
@@ -208,7 +211,7 @@ class LensMethods(ModelInputs):
         ) -> None: ...  # fmt: skip
 
         def get_caching_hooks(
-            self, names_filter: NamesFilter = None, incl_bwd: bool = False,
+            self, names_filter: Names = None, incl_bwd: bool = False,
             device: torch.device | str | None = None, remove_batch_dim: bool = False,
             cache: dict[str, Any] | None = None,
         ) -> tuple[dict[str, Any], Iterable[Any], Iterable[Any]]: ...  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,19 +17,22 @@ from probelens.hooks.config import ModelConfig, StopForward
 from probelens.hooks.forwards import eager
 from probelens.hooks.inputs import described
 from probelens.hooks.lens import LensMethods
-from probelens.hooks.names import NamesFilter
+from probelens.hooks.names import Points
 from probelens.hooks.points import Direction, HookFn, HookPoint
 from probelens.hooks.recording import recorders, without_batch
+from probelens.hooks.shorthand import Names
 from probelens.hooks.switchboard import Entry, Switchboard, check_fired
 from probelens.hooks.trials import can_start_at
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from probelens.hooks.verify import VerifyReport
 
-__all__ = ["HookSpec", "HookedModel", "NamesFilter"]
+__all__ = ["HookSpec", "HookedModel"]
 
-HookSpec = tuple["str | HookPoint | Callable[[str], bool] | Iterable[str]", HookFn]
-"""A pair of a name, glob, list, predicate or `HookPoint`, and a hook."""
+HookSpec = tuple[Names, HookFn]
+"""A pair of what names hook points, and a hook."""
 ReturnType = Literal["logits", "loss", "both"] | None
 
 
@@ -45,6 +49,7 @@ class HookedModel(LensMethods):
 
     def __init__(self, module: nn.Module, adapter: Adapter) -> None:
         super().__init__(module, adapter)
+        self.points = Points(adapter, weakref.ref(self))
         self._switchboard = Switchboard(module, adapter)
         self._added: list[Entry] = []
         self._chained: dict[int, bool] = {}
@@ -52,7 +57,7 @@ class HookedModel(LensMethods):
     def __repr__(self) -> str:
         return (
             f"HookedModel({type(self.module).__name__}, adapter={self.adapter.name!r}, "
-            f"n_layers={self.cfg.n_layers}, d_model={self.cfg.d_model}, {len(self._points)} hook points)"
+            f"n_layers={self.cfg.n_layers}, d_model={self.cfg.d_model}, {len(self.points.named)} hook points)"
         )
 
     # -- what the model is ------------------------------------------------------------------------
@@ -64,6 +69,40 @@ class HookedModel(LensMethods):
         cfg.device = self.adapter.device()
         cfg.dtype = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), cfg.dtype)
         return cfg
+
+    @property
+    def hook_dict(self) -> dict[str, HookPoint]:
+        """Every advertised hook point by full name, in the order of the forward pass."""
+        return dict(self.points.named)
+
+    def hook_points(self, names: Names = None) -> pd.DataFrame:
+        """A table of the hook points: name, kind, axes, module, aliases, note.
+
+        Args:
+            names: Which ones, as for ``run_with_cache``; None for all.
+
+        Returns:
+            One row for each point.
+
+        Raises:
+            UnknownHookError: A name that fits no hook point.
+        """
+        return self.points.table(names)
+
+    def point(self, name: Names) -> HookPoint:
+        """The hook point of a name that means one.
+
+        Args:
+            name: As for ``run_with_cache``: ``"blocks.3.hook_resid_post"``, ``("resid_post", 3)``, or
+                ``"gpt_neox.layers.3.mlp.hook_out"`` for any module path of the user's model.
+
+        Returns:
+            The hook point.
+
+        Raises:
+            UnknownHookError: There is none, and the message says why and names the nearest; or there are several.
+        """
+        return self.points.find(name)
 
     # -- running ------------------------------------------------------------------------------------
 
@@ -161,7 +200,7 @@ class HookedModel(LensMethods):
         n = self.adapter.cfg.n_layers
         if point.block is not None:
             layer = point.block
-        elif point.name in self._points:
+        elif point.name in self.points.named:
             layer = -1 if point.name in ("hook_embed", "hook_pos_embed") else n
         else:
             inside = self.adapter.blocks_with(point.module)
@@ -252,7 +291,7 @@ class HookedModel(LensMethods):
 
         Args:
             inputs: As for calling the model.
-            fwd_hooks: Pairs (name, fn). A name may be a glob, a list or a predicate.
+            fwd_hooks: Pairs (name, fn). The name may be whatever ``run_with_cache`` takes.
             bwd_hooks: The same on gradients.
             reset_hooks_end: False keeps the hooks until ``reset_hooks``.
             clear_contexts: Empty each hook point's ``ctx`` at the end.
@@ -285,7 +324,7 @@ class HookedModel(LensMethods):
     def run_with_cache(
         self,
         inputs: Any,
-        names_filter: NamesFilter = None,
+        names_filter: Names = None,
         stop_at_layer: int | None = None,
         start_at_layer: int | None = None,
         pos_slice: Slice = None,
@@ -307,8 +346,9 @@ class HookedModel(LensMethods):
 
         Args:
             inputs: As for calling the model.
-            names_filter: None for every hook point, a name, a glob, an iterable of these, or a
-                predicate on names.
+            names_filter: None for every hook point; a full name; a shorthand for every layer, "resid_post", or for
+                one, ("resid_post", 3); a path of the module's own, "h.3.mlp.hook_out"; a glob; a predicate on full names;
+                a HookPoint; or a list of these.
             stop_at_layer: As for calling the model; patterns then mean the points before it.
             start_at_layer: As for calling the model; patterns then mean the points from it on.
             pos_slice: Positions to keep: int, slice, list or (start, stop).
@@ -346,7 +386,7 @@ class HookedModel(LensMethods):
                     )
                 out.backward()
                 check_fired(entries)
-        order = {name: i for i, name in enumerate(self._points)}
+        order = {name: i for i, name in enumerate(self.points.named)}
         done = {
             name: torch.stack(kept, dim=1) if isinstance(kept, list) else kept for name, kept in cache.items()
         }
@@ -357,7 +397,7 @@ class HookedModel(LensMethods):
         return out, (result if return_cache_object else result.cache_dict)  # type: ignore[return-value]
 
     def get_caching_hooks(
-        self, names_filter: NamesFilter = None, incl_bwd: bool = False,
+        self, names_filter: Names = None, incl_bwd: bool = False,
         device: torch.device | str | None = None, remove_batch_dim: bool = False,
         cache: dict[str, Any] | None = None, pos_slice: Slice = None,
     ) -> tuple[dict[str, Any], list[HookSpec], list[HookSpec]]:  # fmt: skip
@@ -380,8 +420,8 @@ class HookedModel(LensMethods):
         _, fwd, bwd = recorders(points, incl_bwd, device, None, pos_slice, cache, remove_batch_dim)
         return cache, [(e.point.name, e.fn) for e in fwd], [(e.point.name, e.fn) for e in bwd]
 
-    def _wanted(self, names: NamesFilter | HookPoint, start: int | None, stop: int | None) -> list[HookPoint]:
-        points, explicit = self.match(names)
+    def _wanted(self, names: Names, start: int | None, stop: int | None) -> list[HookPoint]:
+        points, explicit = self.points.match(names)
         if explicit or (start is None and stop is None):
             return points
         lo, hi = self._layer(start, "start_at_layer"), self._layer(stop, "stop_at_layer")
@@ -390,13 +430,11 @@ class HookedModel(LensMethods):
 
     # -- hooks that stay ------------------------------------------------------------------------------
 
-    def add_hook(
-        self, name: NamesFilter | HookPoint, hook: HookFn, dir: Direction = "fwd", is_permanent: bool = False
-    ) -> None:
+    def add_hook(self, name: Names, hook: HookFn, dir: Direction = "fwd", is_permanent: bool = False) -> None:
         """A hook that stays until ``reset_hooks``, for every thread.
 
         Args:
-            name: Name, glob, list, predicate or HookPoint.
+            name: As for ``run_with_cache``.
             hook: fn(tensor, hook) returning a tensor, or None for no change.
             dir: "fwd" or "bwd".
             is_permanent: Stay also through ``reset_hooks()``.
@@ -407,13 +445,13 @@ class HookedModel(LensMethods):
         """
         if dir not in ("fwd", "bwd"):
             raise InputError(f"dir={dir!r} is not known. Allowed: 'fwd', 'bwd'")
-        entries = self._entries([(name, hook)], dir, everywhere=True, permanent=is_permanent)  # type: ignore[list-item]
+        entries = self._entries([(name, hook)], dir, everywhere=True, permanent=is_permanent)
         self._switchboard.add(entries)
         self._added += entries
 
     def reset_hooks(
         self, clear_contexts: bool = True, direction: Literal["fwd", "bwd", "both"] = "both",
-        including_permanent: bool = False, name: str | None = None,
+        including_permanent: bool = False, name: Names = None,
     ) -> None:  # fmt: skip
         """Remove the hooks of ``add_hook``.
 
@@ -421,17 +459,19 @@ class HookedModel(LensMethods):
             clear_contexts: Empty every hook point's ``ctx``.
             direction: "fwd", "bwd" or "both".
             including_permanent: Also those added with ``is_permanent=True``.
-            name: Only those at this hook point.
+            name: Only those at these hook points, named as for ``run_with_cache``; None for all.
 
         Raises:
             InputError: An unknown direction.
+            UnknownHookError: A name that fits no hook point.
         """
         if direction not in ("fwd", "bwd", "both"):
             raise InputError(f"direction={direction!r} is not known. Allowed: 'fwd', 'bwd', 'both'")
+        where = None if name is None else {point.name for point in self.points.match(name)[0]}
         gone = [
             e for e in self._added
             if direction in ("both", e.dir) and (including_permanent or not e.permanent)
-            and name in (None, e.point.name)
+            and (where is None or e.point.name in where)
         ]  # fmt: skip
         self._switchboard.remove(gone)
         self._added = [e for e in self._added if e not in gone]

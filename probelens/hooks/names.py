@@ -1,194 +1,258 @@
-"""Names of hook points on a model: canonical names, aliases, raw module paths, patterns and predicates."""
+"""The hook points of a model by name, and the one function that resolves every way to say which are meant."""
 
 from __future__ import annotations
 
 import fnmatch
-import re
-import weakref
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import nn
 
-from probelens.errors import UnknownHookError, nearest
-from probelens.hooks.adapter import Adapter
-from probelens.hooks.config import ModelConfig
-from probelens.hooks.points import HookPoint, Site
+from probelens.errors import InputError, UnknownHookError, nearest
+from probelens.hooks.points import HookPoint, Site, in_block
+from probelens.hooks.shorthand import Names, NameTable, asked_name, listed, said
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["NamesFilter", "PointNames"]
+    from probelens.hooks.adapter import Adapter
 
-NamesFilter = str | Iterable[str] | Callable[[str], bool] | None
-"""What names hook points: a name, a glob, several of either, a predicate on names, or None for all."""
+__all__ = ["Points", "Wrapped", "by_point", "need_wrapped", "resolve"]
+
+T = TypeVar("T")
 
 
-class PointNames:
-    """The part of a HookedModel that finds hook points by name.
+class Wrapped(Protocol):
+    """A wrapped model, as far as names ask for it: its module, what its architecture says, and its points."""
+
+    module: nn.Module
+    adapter: Adapter
+    points: Points
+
+
+def need_wrapped(model: object) -> None:
+    """Refuse what isn't a wrapped model; forgetting ``pl.wrap`` is the first slip there is.
 
     Args:
-        module: The user's module.
+        model: What was given as one.
+
+    Raises:
+        InputError: Anything without hook points.
+    """
+    if not isinstance(getattr(model, "points", None), Points):
+        raise InputError(
+            f"expected a wrapped model, got a {type(model).__name__}. Wrap a module with probelens.wrap(module), "
+            "or load one with probelens.load(name)"
+        )
+
+
+def resolve(model: Wrapped, names: Names) -> list[HookPoint]:
+    """The hook points that ``names`` means, everywhere alike.
+
+    Args:
+        model: The wrapped model.
+        names: What names them:
+
+            - a full name, ``"blocks.3.hook_resid_post"``, or another name of the same point;
+            - a shorthand for every layer, ``"resid_post"``, ``"mixer_out"``, ``"pattern"``, ``"ssm_state"``; ``"layers"``
+              for the layer axis (the residual entering block 0 and resid_post of every block);
+            - a shorthand for one layer as in TransformerLens, ``("resid_post", 3)``, ``("q", -1)``,
+              ``("out", 0, "mixer")``, ``"k6"``;
+            - a path of the user's own module, ``"gpt_neox.layers.3.mlp.hook_out"`` or ``".hook_in"``;
+            - a glob, ``"blocks.[0-3].hook_*"``;
+            - a predicate on full names, ``lambda name: name.endswith("hook_z")``;
+            - a ``HookPoint``;
+            - a list of any of these; or None for every hook point.
+
+    Returns:
+        Points, each once: of one shorthand, glob or predicate in the order of the forward pass; of several as listed.
+
+    Raises:
+        UnknownHookError: Something that fits no hook point, an empty list among them, or fits several kinds of points.
+        InputError: ``model`` isn't wrapped.
+    """
+    need_wrapped(model)
+    return model.points.match(names)[0]
+
+
+def by_point(model: Wrapped, values: Mapping[Any, T]) -> dict[str, T]:
+    """A mapping keyed by whatever names hook points, keyed by their full names.
+
+    Args:
+        model: The wrapped model.
+        values: Names to a value; a key that means several points gives each of them its value.
+
+    Returns:
+        Full name to value.
+
+    Raises:
+        UnknownHookError: A key that fits no hook point.
+        InputError: Two keys that mean one point.
+    """
+    found: dict[str, T] = {}
+    for key, value in values.items():
+        for point in resolve(model, key):
+            if point.name in found:
+                raise InputError(
+                    f"hook point {point.name!r} is named twice, the second time by {key!r}. Give each site once."
+                )
+            found[point.name] = value
+    return found
+
+
+class Points(NameTable):
+    """The hook points of one model, found by name.
+
+    Args:
         adapter: What the architecture says about itself.
+        owner: Gives the model; it is what a point's own ``add_hook`` calls.
     """
 
-    def __init__(self, module: nn.Module, adapter: Adapter) -> None:
-        self.module = module
-        self.adapter = adapter
-        self._points: dict[str, HookPoint] = {}
-        self._aliases: dict[str, str] = {}
+    def __init__(self, adapter: Adapter, owner: Callable[[], Any]) -> None:
+        self.adapter, self.owner = adapter, owner
+        self.named = {point.name: point for point in adapter.all_points}
+        aliases = {other: point.name for point in adapter.all_points for other in point.aliases}
+        super().__init__(self.named, aliases, adapter.cfg.n_layers)
         for point in adapter.all_points:
-            point.owner = weakref.ref(self)
-            self._points[point.name] = point
-            self._aliases.update(dict.fromkeys(point.aliases, point.name))
+            self._take(point)
 
-    @property
-    def cfg(self) -> ModelConfig:
-        """Sizes of the model."""
-        return self.adapter.cfg
-
-    @property
-    def hook_dict(self) -> dict[str, HookPoint]:
-        """Every advertised hook point by canonical name, in the order of the forward pass."""
-        return dict(self._points)
-
-    def hook_points(self) -> pd.DataFrame:
-        """A table of the hook points: name, kind, axes, module, aliases, note."""
-        import pandas as pd
-
-        return pd.DataFrame(
-            [
-                {
-                    "name": p.name, "kind": p.kind, "axes": ", ".join(p.axes), "module": p.module,
-                    "aliases": ", ".join(p.aliases), "note": p.note,
-                }
-                for p in self._points.values()
-            ],
-            columns=["name", "kind", "axes", "module", "aliases", "note"],
-        )  # fmt: skip
-
-    def alias(self, name: str) -> str:
-        """The canonical name of an alias; other names come back as they are.
+    def match(self, names: Names) -> tuple[list[HookPoint], bool]:
+        """The points that ``names`` means, and whether the caller named each of them by itself.
 
         Args:
-            name: Any name.
+            names: As for `resolve`.
 
         Returns:
-            The canonical name.
-        """
-        return self._aliases.get(name, name)
+            Points, each once; False where a shorthand for every layer, a glob, a predicate or None was given.
 
-    def point(self, name: str | HookPoint) -> HookPoint:
-        """The hook point of a canonical name, an alias or a raw module path.
+        Raises:
+            UnknownHookError: Nothing fits.
+        """
+        found, explicit = self.lookup(names)
+        return [self._point(name) for name in found], explicit
+
+    def find(self, name: Names) -> HookPoint:
+        """The one point that is meant.
 
         Args:
-            name: For example ``"blocks.3.hook_resid_post"``, or
-                ``"gpt_neox.layers.3.mlp.hook_out"`` for any module path of the user's model.
+            name: As for `resolve`.
 
         Returns:
             The hook point.
 
         Raises:
-            UnknownHookError: There is none; the message names the nearest and says why.
+            UnknownHookError: Nothing fits, or several points do.
         """
-        if isinstance(name, HookPoint):
-            name = name.name
-        if not isinstance(name, str):
-            raise UnknownHookError(f"a hook point's name is a string, got {name!r}")
-        name = self.alias(name)
-        if name in self._points:
-            return self._points[name]
+        if isinstance(name, str) and name in self.named:
+            return self.named[name]
+        return self._point(self.one(name))
+
+    def table(self, names: Names = None) -> pd.DataFrame:
+        """A row for each point: name, kind, axes, module, aliases, note.
+
+        Args:
+            names: Which points; None for all that are listed.
+
+        Returns:
+            The table, in the order of ``match``.
+
+        Raises:
+            UnknownHookError: Nothing fits.
+        """
+        import pandas as pd
+
+        columns = ["name", "kind", "axes", "module", "aliases", "note"]
+        rows = [
+            (p.name, p.kind, ", ".join(p.axes), p.module, ", ".join(p.aliases), p.note)
+            for p in self.match(names)[0]
+        ]
+        return pd.DataFrame(rows, columns=columns)
+
+    def glob(self, pattern: str) -> list[str]:
+        found = super().glob(pattern)
+        if found:
+            return found
+        paths = [path for path, _ in self.adapter.module.named_modules() if path]
+        return fnmatch.filter([f"{path}.hook_{side}" for path in paths for side in ("in", "out")], pattern)
+
+    def beyond(self, name: str) -> bool:
+        return self._own(name) is not None
+
+    def unknown(self, asked: Names) -> UnknownHookError:
+        kind, full = type(self.adapter.module).__name__, asked_name(asked)
+        block, inner = in_block(full)
+        if block is not None and block >= self.n_layers:
+            why, last = f": this {kind} has {self.n_layers} blocks", f"blocks.{self.n_layers - 1}.{inner}"
+            near = [last] if self.alias(last) in self.names else self.near(asked)
+        else:
+            reason = self.adapter.absent(full)
+            why, near = f": {reason}" if reason else f" in this {kind}", self.near(asked)
+        if not near:
+            paths = [f"{path}.hook_out" for path, _ in self.adapter.module.named_modules() if path]
+            near = nearest(full, paths)
+        return UnknownHookError(
+            f"{said(asked)} not found{why}. Nearest: {listed(near)}. All names: model.hook_points()"
+        )
+
+    def absent(self, asked: Names) -> str | None:
+        """Why the architecture has no such point.
+
+        Args:
+            asked: A name or a shorthand.
+
+        Returns:
+            One sentence; None where it has one, or there is nothing to say.
+        """
+        full = asked_name(asked)
+        return None if self.alias(full) in self.names else self.adapter.absent(full)
+
+    def _point(self, name: str) -> HookPoint:
+        point = self.named.get(name) or self._own(name)
+        if point is None:
+            raise self.unknown(name)
+        return point
+
+    def _own(self, name: str) -> HookPoint | None:
+        """A point of the backend's own names, or at a path of the user's module."""
         own = self.adapter.find(name)
-        if own is not None:
-            own.owner = weakref.ref(self)
-            return own
         path, _, side = name.rpartition(".hook_")
-        if side in ("in", "out") and self._has_module(path):
-            site = Site(path, side)  # type: ignore[arg-type]
-            return HookPoint(name, "boundary", (), path, site=site, owner=weakref.ref(self))
-        raise UnknownHookError(self._unknown(name))
+        if own is None and side in ("in", "out") and self._has_module(path):
+            own = HookPoint(name, "boundary", (), path, site=Site(path, side))  # type: ignore[arg-type]
+        return None if own is None else self._take(own)
 
     def _has_module(self, path: str) -> bool:
         try:
-            self.module.get_submodule(path)
+            self.adapter.module.get_submodule(path)
         except AttributeError:
             return False
         return True
 
-    def _unknown(self, name: str) -> str:
-        kind, n = type(self.module).__name__, self.cfg.n_layers
-        text = f"hook point {name!r} not found"
-        found = re.match(r"blocks\.(\d+)\.(.*)", name)
-        if found and int(found[1]) >= n:
-            last = f"blocks.{n - 1}.{found[2]}"
-            near = [last] if last in self._points or last in self._aliases else []
-            text += f": this {kind} has {n} blocks"
-        else:
-            near = []
-            reason = self.adapter.absent(name)
-            text += f": {reason}" if reason else f" in this {kind}"
-        near = near or nearest(name, [*self._points, *self._aliases])
-        if not near:
-            paths = [f"{path}.hook_out" for path, _ in self.module.named_modules() if path]
-            near = nearest(name, paths)
-        listed = ", ".join(repr(x) for x in near) or "none"
-        return f"{text}. Nearest: {listed}. All names: model.hook_points()"
+    def _take(self, point: HookPoint) -> HookPoint:
+        point.owner = self.owner
+        point.depth = self._depth(point)
+        return point
 
-    def match(self, names: NamesFilter | HookPoint) -> tuple[list[HookPoint], bool]:
-        """The points that a names filter means, and whether each was named by the caller.
-
-        Args:
-            names: None for all; a name; a glob such as ``"blocks.*.hook_resid_post"``; a predicate
-                on names; or an iterable of names and globs.
-
-        Returns:
-            Points in the model's order, or the caller's where a list was given; True where single names
-            were given.
-
-        Raises:
-            UnknownHookError: A name or pattern that fits nothing.
-        """
-        if names is None:
-            return list(self._points.values()), False
-        if isinstance(names, HookPoint):
-            return [self.point(names)], True
-        if isinstance(names, str):
-            if not any(c in names for c in "*?["):
-                return [self.point(names)], True
-            found = fnmatch.filter(self._points, names)
-            aliased = [self._aliases[a] for a in fnmatch.filter(self._aliases, names)]
-            if not found and not aliased:
-                found = self._raw_matches(names)
-            if not found and not aliased:
-                reason = self.adapter.absent(names.replace("*", "0"))
-                raise UnknownHookError(
-                    f"pattern {names!r} fits no hook point{f' ({reason})' if reason else ''}. "
-                    "All names: model.hook_points()"
-                )
-            return [self.point(n) for n in dict.fromkeys([*found, *aliased])], False
-        if callable(names):
-            found = [n for n in self._points if names(n)]
-            if not found:
-                raise UnknownHookError(
-                    "the names filter accepted no hook point. All names: model.hook_points()"
-                )
-            return [self._points[n] for n in found], False
-        if not isinstance(names, Iterable):
-            raise UnknownHookError(
-                f"a names filter is a name, a pattern, a predicate or a list of these, got {names!r}"
+    def _depth(self, point: HookPoint) -> int:
+        """Where a point is on the layer axis; see ``HookPoint.depth``."""
+        if point.name in self.named:
+            if point.block is not None:
+                return point.block - point.name.endswith(".hook_resid_pre")
+            return (
+                -1 if point.name.split(".")[0] in ("hook_embed", "embed", "hook_pos_embed") else self.n_layers
             )
-        points: dict[str, HookPoint] = {}
-        explicit = True
-        for name in names:
-            # Long lists of plain names are the common case, and a small model's run is short.
-            plain = self._points.get(name) if isinstance(name, str) else None
-            some, named = self.match(name) if plain is None else ([plain], True)
-            points.update({p.name: p for p in some})
-            explicit = explicit and named
-        if not points:
-            raise UnknownHookError("the names filter is an empty list. Give None for every hook point")
-        return list(points.values()), explicit
-
-    def _raw_matches(self, pattern: str) -> list[str]:
-        paths = [p for p, _ in self.module.named_modules() if p]
-        return fnmatch.filter([f"{p}.hook_{side}" for p in paths for side in ("in", "out")], pattern)
+        path, adapter = point.module, self.adapter
+        entering = point.site is not None and point.site.side == "in"
+        inside = adapter.blocks_with(path)
+        if inside:
+            return inside[0] - 1 if entering and path == adapter.blocks[inside[0]] else inside[-1]
+        for part, layer in (("embed", -1), ("ln_final", self.n_layers), ("unembed", self.n_layers)):
+            if adapter.parts.get(part) == path:
+                return layer
+        if not path or any(block.startswith(f"{path}.") for block in adapter.blocks):
+            return -1 if entering else self.n_layers
+        if path.split(".")[0] in ("embed", "pos_embed", "hook_pos_embed"):
+            return -1
+        paths = [found for found, _ in adapter.module.named_modules()]
+        blocks = [paths.index(block) for block in adapter.blocks if block in paths]
+        before = path in paths and bool(blocks) and paths.index(path) < min(blocks)
+        return -1 if before else self.n_layers

@@ -14,11 +14,40 @@ from torch.nn.utils.rnn import PackedSequence
 
 from probelens.errors import InputError, ShapeError
 
-__all__ = ["At", "Direction", "HookFn", "HookPoint", "Site", "at", "first_argument", "pick", "put"]
+__all__ = [
+    "At",
+    "Direction",
+    "HookFn",
+    "HookPoint",
+    "Site",
+    "at",
+    "first_argument",
+    "in_block",
+    "pick",
+    "put",
+]
 
 HookFn = Callable[..., "Tensor | None"]
 """A hook: `fn(tensor, hook)` returns the tensor to go on with, or None for no change."""
 Direction = Literal["fwd", "bwd"]
+_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
+
+
+def in_block(name: str) -> tuple[int | None, str]:
+    """The block that a full name belongs to, and the name inside it.
+
+    Args:
+        name: Name of a hook point or of a weight.
+
+    Returns:
+        Number of the block, and what follows; None and the name itself for what belongs to the whole model.
+
+    Examples:
+        >>> in_block("blocks.3.attn.hook_z"), in_block("ln_final.hook_out")
+        ((3, 'attn.hook_z'), (None, 'ln_final.hook_out'))
+    """
+    found = _BLOCK.fullmatch(name)
+    return (int(found[1]), found[2]) if found else (None, name)
 
 
 @dataclass(frozen=True)
@@ -94,8 +123,10 @@ class HookPoint:
         pos: The step, in what a state point's hook is told.
         length: How many steps there are.
         owner: Gives the model that the point belongs to.
-        block: Number of the block that the point belongs to, taken from a canonical name; None for a point of the
+        block: Number of the block that the point belongs to, taken from its full name; None for a point of the
             whole model.
+        depth: Where it is on the layer axis: −1 for the embedding and what enters block 0, l for block l, the number
+            of blocks after the last. What enters block l counts as block l − 1's output. A model sets it.
     """
 
     name: str
@@ -111,10 +142,11 @@ class HookPoint:
     length: int | None = None
     owner: Callable[[], Any] | None = None
     block: int | None = None
+    depth: int = 0
 
     def __post_init__(self) -> None:
-        if self.block is None and (found := re.match(r"blocks\.(\d+)\.", self.name)):
-            self.block = int(found[1])
+        if self.block is None:
+            self.block = in_block(self.name)[0]
 
     def layer(self) -> int:
         """``block``, for a point that has one.
@@ -149,7 +181,7 @@ class HookPoint:
         """
         return HookPoint(
             self.name, self.kind, self.axes, self.module, self.aliases, self.site,
-            self.step, self.note, self.ctx, pos, length, self.owner, self.block,
+            self.step, self.note, self.ctx, pos, length, self.owner, self.block, self.depth,
         )  # fmt: skip
 
     def add_hook(

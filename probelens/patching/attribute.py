@@ -9,9 +9,10 @@ from torch import Tensor
 
 from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
+from probelens.hooks.names import need_wrapped, resolve
 from probelens.hooks.padding import padding_mask
 from probelens.hooks.points import HookPoint, has_positions
-from probelens.hooks.sites import Sites, expand, layer_of, need_wrapped
+from probelens.hooks.shorthand import Names
 from probelens.numerics.modes import differentiable
 from probelens.patching.parts import (
     Metric,
@@ -35,7 +36,7 @@ __all__ = ["attribute"]
 def attribute(
     model: HookedModel,
     pairs: Any,
-    sites: Sites = "resid_pre",
+    sites: Names = "resid_pre",
     pos: Pos = "each",
     mode: Mode = "denoise",
     metric: Metric = "logit_diff",
@@ -75,7 +76,8 @@ def attribute(
             "Use patch()"
         )
     check_pairs(pairs, mode)
-    names = expand(model, sites)
+    points = resolve(model, sites)
+    names = [point.name for point in points]
     where, labels = columns(pos, pairs.clean.shape[1], len(pairs))
     check_positions(model, names, where)
     into, source = (pairs.corrupted, pairs.clean) if mode == "denoise" else (pairs.clean, pairs.corrupted)
@@ -110,7 +112,7 @@ def attribute(
     clean, corrupted = (other, own) if mode == "denoise" else (own, other)
     return PatchResult(
         torch.cat(parts, dim=-1), clean[:, 0], corrupted[:, 0], answered(clean, corrupted), names,
-        [layer_of(name, model) for name in names], labels, mode,
+        [point.depth for point in points], labels, mode,
         metric if isinstance(metric, str) else getattr(metric, "__name__", "custom"),
         "attribution", "full", pairs.clean.cpu(),
     )  # fmt: skip
@@ -128,7 +130,7 @@ def first_order(
         tensor = tensor if tensor.requires_grad else tensor.detach().requires_grad_()
         # A tensor of its own is what the run goes on with; the one given back unchanged may be left for another.
         tensor = tensor.view_as(tensor)
-        held[model.alias(hook.name)].append((hook.pos or 0, tensor))
+        held[hook.name].append((hook.pos or 0, tensor))
         return tensor
 
     logits = model.run_with_hooks(tokens, [(name, keep) for name in names], attention_mask=mask)

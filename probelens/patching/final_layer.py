@@ -15,8 +15,8 @@ from torch import Tensor
 
 from probelens.errors import InputError, MetricError, ShapeError
 from probelens.hooks.model import HookedModel
+from probelens.hooks.names import need_wrapped
 from probelens.hooks.padding import padding_mask
-from probelens.hooks.sites import need_wrapped
 from probelens.patching.final_layer_sites import RUN, SITES, Plan, Site
 from probelens.patching.parts import Metric, Mode, answered, read_metric
 from probelens.results.result import Result

@@ -57,7 +57,7 @@ class Plan:
         self.attention = [any(".attn." in p for p in layer) for layer in inside]
         self.backward = any(p.endswith("_reverse") for layer in inside for p in layer)
         self.convs = [[p for p in layer if p.endswith(".hook_in_proj")] for layer in inside]
-        outs = [model.alias(end + name) for name in ("hook_mixer_out", "hook_attn_out")]
+        outs = [model.points.alias(end + name) for name in ("hook_mixer_out", "hook_attn_out")]
         self.mixer = next((p for p in outs if p in names), None)
         if self.mixer is None and any(".rnn." in p for p in self.states[-1]):
             # A recurrent layer has no residual path: what it puts out is the residual after it.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from probelens.hooks.model import HookedModel
-from probelens.hooks.sites import Sites
+from probelens.hooks.shorthand import Names
 from probelens.patching.parts import Metric, Mode, Pos
 from probelens.patching.plan import patch_plan
 from probelens.patching.result import PatchResult
@@ -20,7 +20,7 @@ __all__ = ["patch"]
 def patch(
     model: HookedModel,
     pairs: Any,
-    sites: Sites = "resid_pre",
+    sites: Names = "resid_pre",
     pos: Pos = "each",
     mode: Mode = "denoise",
     metric: Metric = "logit_diff",

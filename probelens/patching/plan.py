@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from probelens.hooks.model import HookedModel
+from probelens.hooks.names import need_wrapped, resolve
 from probelens.hooks.padding import padding_mask
 from probelens.hooks.points import has_positions
-from probelens.hooks.sites import Sites, expand, layer_of, need_wrapped
+from probelens.hooks.shorthand import Names
 from probelens.patching.parts import (
     Metric,
     Mode,
@@ -149,7 +150,7 @@ class PatchPlan:
 def patch_plan(
     model: HookedModel,
     pairs: Any,
-    sites: Sites = "resid_pre",
+    sites: Names = "resid_pre",
     pos: Pos = "each",
     mode: Mode = "denoise",
     metric: Metric = "logit_diff",
@@ -186,7 +187,7 @@ def patch_plan(
     """
     need_wrapped(model)
     check_pairs(pairs, mode)
-    names = expand(model, sites)
+    names = [point.name for point in resolve(model, sites)]
     where, labels = columns(pos, pairs.clean.shape[1], len(pairs))
     check_positions(model, names, where)
     into, source = (pairs.corrupted, pairs.clean) if mode == "denoise" else (pairs.clean, pairs.corrupted)
@@ -212,7 +213,7 @@ def patch_plan(
         mode,
         metric if isinstance(metric, str) else getattr(metric, "__name__", "custom"),
         joint,
-        [layer_of(group[0], model) for group in groups],
+        [model.point(group[0]).depth for group in groups],
         pairs,
         values,
     )

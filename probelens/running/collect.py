@@ -19,8 +19,9 @@ from probelens.experiments.settings import whole_number
 from probelens.hooks.cache import Slice
 from probelens.hooks.forwards import hooked_by_hand, stored
 from probelens.hooks.model import HookedModel
+from probelens.hooks.names import need_wrapped, resolve
 from probelens.hooks.padding import mask_for_model
-from probelens.hooks.sites import Sites, expand, layer_of, need_wrapped
+from probelens.hooks.shorthand import Names
 from probelens.results.progress import progress_bar
 from probelens.results.result import Result
 from probelens.running.faster_forwards import faster_forwards
@@ -115,7 +116,7 @@ class Activations(Result):
 def collect(
     model: HookedModel,
     batch: Any,
-    sites: Sites = "resid_post",
+    sites: Names = "resid_post",
     pos: Slice = None,
     out: str | os.PathLike[str] | None = None,
     *,
@@ -156,7 +157,8 @@ def collect(
     """
     need_wrapped(model)
     tokens, mask, attention = _inputs(model, batch, attention_mask)
-    names = expand(model, sites)
+    points = resolve(model, sites)
+    names = [point.name for point in points]
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InputError(
             f"activations are kept in a floating dtype such as torch.float16, got dtype={dtype!r}. None keeps the model's"
@@ -206,7 +208,7 @@ def collect(
             bar.update(len(rows))
     return Activations(
         store.tensors(),
-        {name: layer_of(name, model) for name in names},
+        {point.name: point.depth for point in points},
         kept,
         None if mask is None else mask[:, kept],
         tokens.cpu() if not tokens.is_floating_point() else None,
@@ -224,9 +226,11 @@ def stops_at(model: HookedModel, names: list[str]) -> int | None:
     Returns:
         Block, below ``n_layers``.
     """
-    last = max((model.point(n).layer() + 1 for n in names if n.startswith("blocks.")), default=0)
-    inner = all(n.startswith("blocks.") for n in names) and model.can_skip()
-    return last if inner and last < model.cfg.n_layers else None
+    blocks = [model.point(name).block for name in names]
+    if None in blocks or not model.can_skip():
+        return None
+    last = max((block + 1 for block in blocks if block is not None), default=0)
+    return last if last < model.cfg.n_layers else None
 
 
 def _inputs(

@@ -15,7 +15,7 @@ SUMMED = ("opt", "bloom", "granite", "glm4", "falcon-sequential", "jamba", "recu
 def test_mixer_out_means_every_block_of_a_hybrid(name: str) -> None:
     model, x = pl.wrap(zoo.more(name)), zoo.tokens()
     assert model.adapter.name == ("hf-mamba" if name == "falcon-mamba" else "generic")
-    points, _ = model.match("blocks.*.hook_mixer_out")
+    points, _ = model.points.match("blocks.*.hook_mixer_out")
     assert [p.layer() for p in points] == list(range(model.cfg.n_layers))
     with torch.no_grad():
         _, cache = model.run_with_cache(x, "blocks.*.hook_mixer_out")

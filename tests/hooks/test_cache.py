@@ -7,7 +7,7 @@ import torch
 import zoo
 
 import probelens as pl
-from probelens.hooks.cache import act_name
+from probelens.hooks.shorthand import NameTable
 
 
 @pytest.fixture(scope="module")
@@ -176,10 +176,10 @@ def test_unknown_keys_say_what_there_is(cache: pl.ActivationCache, key: object, 
 
 
 def test_an_ambiguous_shorthand_asks_for_the_layer_type() -> None:
-    names = ["blocks.0.attn.hook_out", "blocks.0.mlp.hook_out"]
+    table = NameTable(["blocks.0.attn.hook_out", "blocks.0.mlp.hook_out"], {}, 1)
     with pytest.raises(pl.UnknownHookError, match="layer type"):
-        act_name(("out", 0), names, 1)
-    assert act_name(("out", 0, "mlp"), names, 1) == "blocks.0.mlp.hook_out"
+        table.one(("out", 0))
+    assert table.one(("out", 0, "mlp")) == "blocks.0.mlp.hook_out"
 
 
 def test_a_cache_without_its_model_still_resolves_names(cache: pl.ActivationCache) -> None:

@@ -11,12 +11,16 @@ import torch
 import zoo
 
 import probelens as pl
-from probelens.hooks.sites import expand, layer_of
+from probelens.hooks.names import resolve
 
 
 @pytest.fixture(scope="module")
 def model() -> pl.HookedModel:
     return pl.wrap(zoo.build("neox"))
+
+
+def named(model: pl.HookedModel, sites: Any) -> list[str]:
+    return [point.name for point in resolve(model, sites)]
 
 
 def test_a_module_path_has_the_layer_of_the_point_that_it_stands_for() -> None:
@@ -26,28 +30,28 @@ def test_a_module_path_has_the_layer_of_the_point_that_it_stands_for() -> None:
         "transformer.h.0.hook_out": 0, "transformer.h.1.hook_in": 0, "transformer.h.1.mlp.c_fc.hook_out": 1,
         "transformer.h.1.mlp.hook_in": 1, "transformer.ln_f.hook_out": 3, "transformer.hook_out": 3, "lm_head.hook_in": 3,
     }  # fmt: skip
-    assert {name: layer_of(name, model) for name in wanted} == wanted
+    assert {name: model.point(name).depth for name in wanted} == wanted
     names = ["transformer.h.1.mlp.hook_out", "transformer.wte.hook_out"]
     assert list(pl.collect(model, zoo.tokens(2, 5), names).layers.items()) == list(
         zip(names, (1, -1), strict=True)
     ), "in the order asked for"
     fused = pl.wrap(zoo.build("lstm-fused"))
-    assert [layer_of(f"layers.0.hook_{side}", fused) for side in ("in", "out")] == [-1, zoo.LAYERS - 1]
+    assert [fused.point(f"layers.0.hook_{side}").depth for side in ("in", "out")] == [-1, zoo.LAYERS - 1]
     own = pl.wrap(zoo.build("gpt2").transformer.h, blocks="")
-    assert [layer_of(f"1.hook_{side}", own) for side in ("in", "out")] == [0, 1]
+    assert [own.point(f"1.hook_{side}").depth for side in ("in", "out")] == [0, 1]
 
 
 def test_sites_are_shorthands_names_globs_and_lists(model: pl.HookedModel) -> None:
     post = [f"blocks.{i}.hook_resid_post" for i in range(3)]
-    assert expand(model, "resid_post") == expand(model, "hook_resid_post") == post
-    assert expand(model, "layers") == ["blocks.0.hook_resid_pre", *post]
-    assert expand(model, "blocks.[12].hook_resid_post") == post[1:]
-    assert expand(model, ["embed", "resid_post", post[0]]) == ["hook_embed", *post]
-    assert expand(model, "pattern") == [f"blocks.{i}.attn.hook_pattern" for i in range(3)]
+    assert named(model, "resid_post") == named(model, "hook_resid_post") == post
+    assert named(model, "layers") == ["blocks.0.hook_resid_pre", *post]
+    assert named(model, "blocks.[12].hook_resid_post") == post[1:]
+    assert named(model, ["embed", "resid_post", post[0]]) == ["hook_embed", *post]
+    assert named(model, "pattern") == [f"blocks.{i}.attn.hook_pattern" for i in range(3)]
     mamba = pl.wrap(zoo.build("mamba"))
-    assert expand(mamba, "mixer_out") == [f"blocks.{i}.mixer.hook_out" for i in range(3)]
-    assert [layer_of(n, 3) for n in expand(model, "layers")] == [-1, 0, 1, 2]
-    assert layer_of("ln_final.hook_in", 3) == 3
+    assert named(mamba, "mixer_out") == [f"blocks.{i}.mixer.hook_out" for i in range(3)]
+    assert [point.depth for point in resolve(model, "layers")] == [-1, 0, 1, 2]
+    assert model.point("ln_final.hook_in").depth == 3
     for bad, text in (
         ("resid_mid", "parallel"),
         ("resid_pots", "resid_post"),
@@ -55,7 +59,7 @@ def test_sites_are_shorthands_names_globs_and_lists(model: pl.HookedModel) -> No
         ([3], "string"),
     ):
         with pytest.raises(pl.ProbelensError, match=text):
-            expand(model, bad)  # type: ignore[arg-type]
+            resolve(model, bad)
 
 
 @pytest.mark.parametrize("name", ["neox", "mamba", "lstm", "gru-bidirectional-fused"])
@@ -65,7 +69,7 @@ def test_batches_give_what_one_run_gives(name: str) -> None:
         _, cache = model.run_with_cache(x)
     acts = pl.collect(model, x, ["layers", "unembed.hook_in"], batch_size=3)
     assert len(acts) == 7
-    assert acts.names == [*expand(model, "layers"), "unembed.hook_in"]
+    assert acts.names == [*named(model, "layers"), "unembed.hook_in"]
     for site in acts:
         assert torch.allclose(acts[site], cache[site], atol=1e-5), site
     assert acts.layers["unembed.hook_in"] == 3

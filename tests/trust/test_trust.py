@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 import probelens as pl
 from probelens.experiments import Store, cell_key
+from probelens.hooks.names import resolve
 from probelens.hooks.points import HookPoint
-from probelens.hooks.sites import expand
 from probelens.hooks.verify import left_behind
 
 FAMILIES = ("neox", "mamba", "lstm-fused")
@@ -84,23 +84,11 @@ def test_any_text_is_a_hook_point_or_an_unknown_hook_error(name: str, family: st
         assert isinstance(point, HookPoint)
         assert point.name in model.hook_dict or model.module.get_submodule(point.module) is not None
     try:
-        points, _ = model.match(name)
+        points = resolve(model, name)
     except pl.UnknownHookError:
         return
     assert points
-    assert all(isinstance(p, HookPoint) for p in points)
-
-
-@settings(max_examples=150, deadline=None)
-@given(name=NAMES, family=st.sampled_from(FAMILIES))
-def test_any_text_is_a_site_or_an_unknown_hook_error(name: str, family: str) -> None:
-    model = MODELS[family]
-    try:
-        found = expand(model, name)
-    except pl.UnknownHookError:
-        return
-    assert found
-    assert all(model.point(n).name == n for n in found)
+    assert all(model.point(p.name).name == p.name for p in points)
 
 
 @settings(max_examples=60, deadline=None)
@@ -113,7 +101,7 @@ def test_any_text_is_a_site_or_an_unknown_hook_error(name: str, family: str) -> 
 def test_anything_as_a_names_filter_is_points_or_one_of_our_errors(wanted: Any) -> None:
     model = MODELS["neox"]
     try:
-        points, _ = model.match(wanted)
+        points = resolve(model, wanted)
     except pl.UnknownHookError:
         return
     assert points
@@ -124,10 +112,9 @@ def test_anything_as_a_names_filter_is_points_or_one_of_our_errors(wanted: Any) 
 @given(name=NAMES)
 def test_a_name_that_is_no_point_never_runs_the_model(name: str) -> None:
     model = MODELS["mamba"]
-    for finds in (model.match, lambda name: expand(model, name)):
-        with contextlib.suppress(pl.UnknownHookError):
-            finds(name)
-            return
+    with contextlib.suppress(pl.UnknownHookError):
+        resolve(model, name)
+        return
     ran: list[Any] = []
     handle = model.module.register_forward_pre_hook(lambda *a: ran.append(a))
     try:

@@ -1,0 +1,298 @@
+"""What a name, a shorthand, a glob or a predicate means among the names of hook points."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+from probelens.errors import UnknownHookError, nearest
+from probelens.hooks.points import HookPoint, in_block
+
+__all__ = ["LAYER_AXIS", "NameTable", "Names", "asked_name", "full_name", "listed", "said"]
+
+LAYER_AXIS = "layers"
+"""The name of the layer axis: what enters block 0, then what each block returns."""
+Names = str | HookPoint | Callable[[str], bool] | Iterable[Any] | None
+"""What names hook points, everywhere alike; see `probelens.hooks.names.resolve`."""
+
+# TransformerLens' short names, the parts of a block they belong to, and its names of parts.
+_SHORT = {
+    "attn": "pattern", "attn_logits": "attn_scores", "key": "k", "query": "q", "value": "v",
+    "mlp_pre": "pre", "mlp_mid": "mid", "mlp_post": "post",
+}  # fmt: skip
+_PARTS = {
+    **dict.fromkeys(("q", "k", "v", "z", "attn_scores", "pattern", "result", "rot_q", "rot_k"), "attn"),
+    **dict.fromkeys(("pre", "mid", "post", "pre_linear"), "mlp"),
+}
+_LAYER_TYPES = {"a": "attn", "m": "mlp", "b": None, "block": None, "blocks": None, "attention": "attn"}
+
+
+class NameTable:
+    """Full names of hook points in order, and what each way of asking means among them.
+
+    Args:
+        names: Full names, in the order of the forward pass.
+        aliases: Other name to full name.
+        n_layers: Number of blocks, for layers counted from the end.
+
+    Examples:
+        >>> table = NameTable(["blocks.0.hook_resid_post", "blocks.1.hook_resid_post"], {}, 2)
+        >>> table.one(("resid_post", -1))
+        'blocks.1.hook_resid_post'
+    """
+
+    def __init__(self, names: Collection[str], aliases: Mapping[str, str], n_layers: int) -> None:
+        self.names, self.aliases, self.n_layers = names, aliases, n_layers
+
+    def alias(self, name: str) -> str:
+        """The full name of an alias; other names come back as they are.
+
+        Args:
+            name: Any name.
+
+        Returns:
+            The full name.
+        """
+        return self.aliases.get(name, name)
+
+    def one(self, asked: Names) -> str:
+        """The one name that is meant.
+
+        Args:
+            asked: As for `probelens.hooks.names.resolve`.
+
+        Returns:
+            Its full name.
+
+        Raises:
+            UnknownHookError: Nothing fits, or several names do.
+        """
+        found, _ = self.lookup(asked)
+        if len(found) > 1:
+            raise UnknownHookError(
+                f"{said(asked)} means {len(found)} hook points: {listed(found[:3])}{', …' * (len(found) > 3)}. "
+                f"Name one of them, for example {found[0]!r}"
+            )
+        return found[0]
+
+    def lookup(self, asked: Names) -> tuple[list[str], bool]:
+        """The names that are meant, and whether the caller named each of them by itself.
+
+        Args:
+            asked: As for `probelens.hooks.names.resolve`.
+
+        Returns:
+            Full names, each once; False where a shorthand for every layer, a glob, a predicate or None was given.
+
+        Raises:
+            UnknownHookError: Nothing fits.
+        """
+        if asked is None:
+            return list(self.names), False
+        if isinstance(asked, HookPoint):
+            asked = asked.name
+        if isinstance(asked, str):
+            found, explicit = self._text(asked)
+        elif _is_short(asked):
+            found, explicit = self._short(*asked)  # type: ignore[misc]
+        elif callable(asked):
+            found, explicit = [name for name in self.names if asked(name)], False
+        elif isinstance(asked, Iterable):
+            return self._several(asked)
+        else:
+            raise UnknownHookError(
+                f"a hook point is named by a string, a pair such as ('resid_post', 3), a predicate, a HookPoint or a list "
+                f"of these, got {asked!r}"
+            )
+        if not found:
+            raise self.unknown(asked)
+        return found, explicit
+
+    def _several(self, asked: Iterable[Any]) -> tuple[list[str], bool]:
+        names: dict[str, None] = {}
+        every = True
+        for part in asked:
+            if isinstance(part, str) and part in self.names:
+                # Long lists of full names are the common case, and a small model's run is short.
+                names[part] = None
+                continue
+            if part is None:
+                raise UnknownHookError("a list of names holds None. None alone stands for every hook point")
+            found, explicit = self.lookup(part)
+            names.update(dict.fromkeys(found))
+            every = every and explicit
+        if not names:
+            raise UnknownHookError("the list of names is empty. Give None for every hook point")
+        return list(names), every
+
+    def _text(self, text: str) -> tuple[list[str], bool]:
+        name = self.alias(text)
+        if name in self.names:
+            return [name], True
+        if text == LAYER_AXIS:
+            return [*self._text("blocks.0.hook_resid_pre")[0], *self._inside("resid_post")], False
+        if any(char in text for char in "*?["):
+            return self.glob(text), False
+        if self.beyond(text):
+            return [text], True
+        found = self._inside(text) or [n for n in (self.alias(f"hook_{text}"),) if n in self.names]
+        numbered = None if found else re.fullmatch(r"([a-z]+)(\d+)([a-z]\w*)?", text)
+        if numbered:  # "k6", "pattern0", "scale4ln1"
+            return self._short(numbered[1], int(numbered[2]), numbered[3])
+        return found, False
+
+    def _short(self, short: str, layer: Any, kind: str | None = None) -> tuple[list[str], bool]:
+        if layer is None:
+            return self._text(short) if kind is None else (self._inside(short, None, kind), False)
+        n = self.n_layers
+        if isinstance(layer, bool) or not isinstance(layer, int) or not -n <= layer < n:
+            raise UnknownHookError(
+                f"layer {layer!r} asked for {short!r}, but the model has {n} blocks: allowed are {-n} to {n - 1}"
+            )
+        full = full_name(short, layer % n, kind)
+        name = self.alias(full)
+        if name in self.names:
+            return [name], True
+        return self._inside(short, layer % n, kind) or [full] * self.beyond(full), True
+
+    def _inside(self, short: str, layer: int | None = None, kind: str | None = None) -> list[str]:
+        """Names of one kind of point in every block, or in one."""
+        short = _SHORT.get(short, short)
+        tail = short if short.startswith("hook_") or "." in short else f"hook_{short}"
+        kind = _LAYER_TYPES.get(kind, kind) if kind else None
+        usual = kind or _PARTS.get(short, "")
+        parts: dict[str, set[str]] = {}
+        for name, full in [*((n, n) for n in self.names), *self.aliases.items()]:
+            block, inner = in_block(name)
+            part, _, last = inner.rpartition(".")
+            if block is None or layer not in (None, block) or tail not in (last, inner):
+                continue
+            if full in self.names:
+                parts.setdefault(usual if inner == tail and "." in tail else part, set()).add(full)
+        if usual not in parts and kind is None and len(parts) > 1 and "" not in parts:
+            part = sorted(parts)[0]
+            raise UnknownHookError(
+                f"{short!r} fits points of {listed(sorted(parts))}. Give the layer type too: ({short!r}, "
+                f"{layer}, {part!r}) or 'blocks.{'*' if layer is None else layer}.{part}.{tail}'"
+            )
+        found = parts.get(usual) or (
+            parts.get("") or next(iter(parts.values()), set()) if kind is None else set()
+        )
+        return [name for name in self.names if name in found]
+
+    def glob(self, pattern: str) -> list[str]:
+        """Names that a glob fits, in order.
+
+        Args:
+            pattern: With ``*``, ``?`` or ``[...]``.
+
+        Returns:
+            Full names; none where it fits nothing.
+        """
+        found = {*fnmatch.filter(self.names, pattern)}
+        found.update(self.aliases[other] for other in fnmatch.filter(self.aliases, pattern))
+        return [name for name in self.names if name in found]
+
+    def beyond(self, name: str) -> bool:
+        """Whether a name that isn't listed can be hooked all the same; never in a plain table.
+
+        Args:
+            name: A full name.
+
+        Returns:
+            True for names such as those of the user's own modules.
+        """
+        return False
+
+    def unknown(self, asked: Names) -> UnknownHookError:
+        """The error for what fits nothing.
+
+        Args:
+            asked: What was asked for.
+
+        Returns:
+            The error, with the nearest names.
+        """
+        return UnknownHookError(f"{said(asked)} not found. Nearest: {listed(self.near(asked))}")
+
+    def near(self, asked: Names) -> list[str]:
+        """What there is that is most like what was asked for.
+
+        Args:
+            asked: What fits nothing.
+
+        Returns:
+            Up to three full names, or shorthands where one was asked for.
+        """
+        full, known = asked_name(asked), [*self.names, *self.aliases]
+        if isinstance(asked, str) and not any(char in asked for char in "*?[."):
+            short = [LAYER_AXIS, *sorted({n.rsplit(".", 1)[-1].removeprefix("hook_") for n in self.names})]
+            return nearest(asked, short) or nearest(full, known) or short[:5]
+        block, _ = in_block(full)
+        inside = [name for name in known if block is not None and in_block(name)[0] == block]
+        return nearest(full, inside) or nearest(full, known)
+
+
+def full_name(short: str, layer: int, kind: str | None = None) -> str:
+    """The full name that TransformerLens' ``get_act_name`` gives a shorthand.
+
+    Args:
+        short: Name of a point in a block, such as "resid_post", "q" or "mlp_post".
+        layer: Number of the block.
+        kind: Part of the block, "attn", "mlp", "mixer" or "rnn"; None for the usual one.
+
+    Returns:
+        The name, whether a model has it or not.
+
+    Examples:
+        >>> full_name("q", 2), full_name("out", 0, "mixer")
+        ('blocks.2.attn.hook_q', 'blocks.0.mixer.hook_out')
+    """
+    short = _SHORT.get(short, short)
+    part = _PARTS.get(short) or (_LAYER_TYPES.get(kind, kind) if kind else None)
+    tail = short if short.startswith("hook_") or "." in short else f"hook_{short}"
+    return f"blocks.{layer}.{part + '.' if part else ''}{tail}"
+
+
+def asked_name(asked: Any) -> str:
+    """The full name that was most likely meant, to say why a model doesn't have it.
+
+    Args:
+        asked: A name, a shorthand or a glob.
+
+    Returns:
+        The name, of block 0 where none is given.
+
+    Examples:
+        >>> asked_name("resid_mid"), asked_name(("q", 2)), asked_name("blocks.*.hook_resid_mid")
+        ('blocks.0.hook_resid_mid', 'blocks.2.attn.hook_q', 'blocks.0.hook_resid_mid')
+    """
+    if _is_short(asked):
+        return full_name(asked[0], asked[1] if isinstance(asked[1], int) else 0, *asked[2:])
+    text = asked.name if isinstance(asked, HookPoint) else str(asked)
+    text = text.replace("*", "0")
+    return text if "." in text else full_name(text, 0)
+
+
+def _is_short(asked: Any) -> bool:
+    """Whether this is ``(name, layer)`` or ``(name, layer, part)``, not a tuple of names."""
+    return (
+        isinstance(asked, tuple)
+        and len(asked) in (2, 3)
+        and isinstance(asked[0], str)
+        and not isinstance(asked[1], (HookPoint, Iterable))
+        and not callable(asked[1])
+        and (len(asked) == 2 or asked[2] is None or isinstance(asked[2], str))
+    )
+
+
+def said(asked: Names) -> str:
+    """What was asked for, in words for an error."""
+    return "what the predicate accepts" if callable(asked) else f"hook point {asked!r}"
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in a row, for an error."""
+    return ", ".join(repr(name) for name in names) or "none"
