@@ -20,7 +20,6 @@ YET = {
     "hooks.adapter imports itself",
     "hooks.adapter is too long",
     "hooks.cache imports itself",
-    "hooks.cache is too long",
     "hooks.inputs imports itself",
     "hooks.lens imports itself",
     "hooks.model imports itself",
