@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from probelens.probing import ProbeResult
-    from probelens.subspaces.fitted import Eraser, Subspace
+    from probelens.subspaces.leace import Eraser
+    from probelens.subspaces.subspace import Subspace
 
 __all__ = ["AblationResult", "ablate", "feeds_readout"]
 
@@ -228,7 +229,9 @@ def ablate(
 
 
 def _spaces(subspaces: Any, label: str) -> dict[str, Any]:
-    from probelens.subspaces.fitted import Eraser, Subspace, probe_rows
+    from probelens.subspaces.fitted import probe_rows
+    from probelens.subspaces.leace import Eraser
+    from probelens.subspaces.subspace import Subspace
 
     if isinstance(subspaces, Mapping):
         if not subspaces:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
-    from probelens.subspaces.fitted import Eraser, Subspace
+    from probelens.subspaces.leace import Eraser
+    from probelens.subspaces.subspace import Subspace
 
 __all__ = ["DoseResult", "dose_response", "first_directions"]
 
@@ -169,11 +170,12 @@ def first_directions(space: Subspace | Eraser, rank: int) -> Subspace | Eraser:
         InputError: A rank that isn't between 0 and that of ``space``.
 
     Examples:
-        >>> from probelens.subspaces.fitted import random
+        >>> from probelens.subspaces.matched import random
         >>> first_directions(random(5, 8), 2).rank
         2
     """
-    from probelens.subspaces.fitted import Eraser, Subspace
+    from probelens.subspaces.leace import Eraser
+    from probelens.subspaces.subspace import Subspace
 
     if not 0 <= rank <= space.rank:
         raise InputError(f"rank must be between 0 and {space.rank}, got {rank}")

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
-    from probelens.subspaces.fitted import Eraser, Subspace
+    from probelens.subspaces.leace import Eraser
+    from probelens.subspaces.subspace import Subspace
 
 __all__ = ["ErasureResult", "erase"]
 

@@ -16,7 +16,8 @@ from probelens.running.sweep.plan import Condition, Edit, Read, sweep
 if TYPE_CHECKING:
     from probelens.hooks.model import HookedModel
     from probelens.running.collect import Activations
-    from probelens.subspaces.fitted import Eraser, Subspace
+    from probelens.subspaces.leace import Eraser
+    from probelens.subspaces.subspace import Subspace
 
 __all__ = [
     "CONTROLS",
@@ -169,7 +170,7 @@ def _controls(
 
 
 def _overlap(space: Subspace | Eraser, drawn: Sequence[tuple[str, int, Subspace]]) -> float | None:
-    from probelens.subspaces.fitted import Subspace
+    from probelens.subspaces.subspace import Subspace
 
     matched = [q for kind, _, q in drawn if kind == "random_matched"]
     if not matched:
@@ -334,7 +335,7 @@ def accuracy_chance(batch: Any, target: str, metric: Metric, scored: Tensor | No
 
 def remove(space: Subspace | Eraser, alpha: float = 1.0) -> Callable[[Tensor], Tensor]:
     """The map x → x + α (x without the subspace − x)."""
-    from probelens.subspaces.fitted import Subspace
+    from probelens.subspaces.subspace import Subspace
 
     full = space.project_out if isinstance(space, Subspace) else space
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import numbers
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 from probelens.errors import InputError, ProbelensError, nearest
 from probelens.results.types import fits, said
 
-__all__ = ["arguments", "at_least", "configure", "restore", "whole_number"]
+__all__ = ["arguments", "at_least", "configure", "restore"]
 
 
 def configure(
@@ -68,21 +67,6 @@ def at_least(config: Any, **minima: int) -> None:
         for one in value if isinstance(value, (tuple, list)) else (value,):
             if one is not None and one < least:
                 raise InputError(f"{name}={value!r}: allowed is {least} or more")
-
-
-def whole_number(name: str, value: Any, least: int = 1) -> None:
-    """Refuse what isn't a whole number, or is below the least that makes sense.
-
-    Args:
-        name: What the argument is called.
-        value: What was given.
-        least: The least value allowed.
-
-    Raises:
-        InputError: What was given, and what is allowed.
-    """
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-        raise InputError(f"{name}={value!r}: allowed are whole numbers from {least} on")
 
 
 def restore(config: type[Any], saved: Mapping[str, Any]) -> Any:

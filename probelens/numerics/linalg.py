@@ -1,16 +1,14 @@
-"""Inverses and solutions of stacks of matrices, one matrix at a time.
-
-PyTorch shares a stack's LU factorisations out among its threads, and MKL's, called from several threads at
-once, is not safe for matrices of about 150 rows and more: it prints "Parameter 6 was incorrect on entry to
-DLASWP", and the answer is wrong or never comes (pytorch/pytorch issues 141358 and 142815).
-"""
+"""Linear algebra that PyTorch lacks or gets wrong: stacks of matrices, covariances, orthonormal bases."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["inverse", "solve"]
+from probelens.errors import InputError, ShapeError
+from probelens.numerics.tensors import tensor_of, to_float64
+
+__all__ = ["covariance_of", "eigenvectors", "inverse", "orthonormal_rows", "solve"]
 
 
 def inverse(matrices: Tensor) -> Tensor:
@@ -30,4 +28,72 @@ def solve(matrices: Tensor, right: Tensor) -> Tensor:
 
 
 def _safe(matrices: Tensor) -> bool:
+    """Whether PyTorch may be given the whole stack.
+
+    It divides a stack's LU factorisations among its threads, and MKL's, called from several threads at once,
+    is not safe for matrices of about 150 rows and more: it prints "Parameter 6 was incorrect on entry to
+    DLASWP", and the answer is wrong or never comes (pytorch/pytorch issues 141358 and 142815).
+    """
     return matrices.ndim == 2 or matrices.device.type != "cpu" or not matrices.numel()
+
+
+def covariance_of(covariance: Tensor, d: int | None = None) -> Tensor:
+    """A covariance as a float64 matrix.
+
+    Args:
+        covariance: Σ. (d, d)
+        d: Width of the activations; None for that of Σ.
+
+    Returns:
+        Σ. (d, d)
+
+    Raises:
+        ShapeError: Σ isn't square, or has another width.
+    """
+    sigma = tensor_of("covariance", covariance)
+    d = (len(sigma) if sigma.ndim else 0) if d is None else d
+    if sigma.shape != (d, d):
+        raise ShapeError(f"covariance has shape {tuple(sigma.shape)}; it must be ({d}, {d})")
+    return to_float64(sigma)
+
+
+def eigenvectors(covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of a covariance, largest first.
+
+    Args:
+        covariance: Σ. (d, d)
+
+    Returns:
+        Eigenvalues, none below 0, and eigenvectors as columns. (d,) and (d, d)
+
+    Raises:
+        ShapeError: Σ isn't square.
+        InputError: Σ is empty, or holds NaN or infinity.
+    """
+    sigma = covariance_of(covariance)
+    if not len(sigma) or not bool(torch.isfinite(sigma).all()):
+        raise InputError("the covariance is empty, or holds NaN or infinity")
+    values, vectors = torch.linalg.eigh((sigma + sigma.mT) / 2)
+    return values.flip(0).clamp(min=0), vectors.flip(1)
+
+
+def orthonormal_rows(rows: Tensor, tol: float = 1e-7) -> Tensor:
+    """An orthonormal basis of the span of some rows.
+
+    Args:
+        rows: Directions, of any length. (k, d)
+        tol: Singular values under this share of the largest count as zero.
+
+    Returns:
+        Float64, largest directions first. (rank, d)
+
+    Raises:
+        InputError: NaN or infinity.
+    """
+    full = to_float64(rows)
+    if not full.numel():
+        return full.reshape(0, rows.shape[-1])
+    if not bool(torch.isfinite(full).all()):
+        raise InputError("the rows hold NaN or infinity, so they have no direction")
+    _, size, vectors = torch.linalg.svd(full, full_matrices=False)
+    return vectors[(size > tol * size[0]) & (size > 0)].contiguous()

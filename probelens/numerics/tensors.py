@@ -1,22 +1,31 @@
-"""Numbers as a user gives them, to a tensor: or an error that says what was given in their place."""
+"""Arguments as a user gives them, checked and brought into the tensors and numbers that the library computes with."""
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from probelens.errors import InputError
+from probelens.errors import InputError, ShapeError
 
-__all__ = ["tensor_of"]
+__all__ = ["flat_rows", "tensor_of", "to_float64", "whole_number"]
 
 
 def tensor_of(name: str, value: Any) -> Tensor:
-    """A tensor as it is; anything else made into one.
+    """Make a tensor of an argument; a tensor is returned as it is.
+
+    Args:
+        name: What the argument is called.
+        value: A tensor, an array, numbers or nested lists of numbers.
+
+    Returns:
+        The tensor, (...).
 
     Raises:
-        InputError: Nothing that numbers can be read from.
+        InputError: The value holds no numbers.
 
     Examples:
         >>> tensor_of("labels", [0, 1])
@@ -30,3 +39,77 @@ def tensor_of(name: str, value: Any) -> Tensor:
         raise InputError(
             f"{name} must be a tensor or an array of numbers, got a {type(value).__name__}"
         ) from err
+
+
+def whole_number(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
+    """Check that an argument is a whole number within its limits.
+
+    Args:
+        name: What the argument is called.
+        value: What was given.
+        least: Smallest value allowed.
+        most: Largest value allowed; None for no limit.
+
+    Returns:
+        The number as an int.
+
+    Raises:
+        InputError: Another type, or a number outside the limits.
+
+    Examples:
+        >>> whole_number("n", 3)
+        3
+    """
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least or (most is not None and number > most):
+        allowed = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise InputError(f"{name}={value!r} must be a whole number, {allowed}")
+    return number
+
+
+def to_float64(x: Tensor) -> Tensor:
+    """A tensor in float64, on the CPU where its device has no float64."""
+    return (x.cpu() if x.device.type == "mps" else x).double()
+
+
+def flat_rows(X: Any, *labels: Any, mask: Any = None) -> tuple[Tensor, ...]:
+    """Activations as (row, d), and what belongs to each row, without the masked rows.
+
+    Args:
+        X: Activations, a tensor or an array. (..., d)
+        *labels: Tensors of one value (...) or several (..., k) per row.
+        mask: True for the rows to use. (...)
+
+    Returns:
+        The rows, then each of ``labels`` as (row,) or (row, k).
+
+    Raises:
+        ShapeError: Labels or mask that don't fit the activations.
+    """
+    x = tensor_of("activations", X).detach()
+    if x.ndim < 2 or not x.shape[-1] or not x.is_floating_point():
+        raise ShapeError(
+            f"activations must be floating point, (..., d), got {x.dtype} of shape {tuple(x.shape)}"
+        )
+    lead = x.shape[:-1]
+    keep = None if mask is None else tensor_of("mask", mask).bool()
+    if keep is not None and keep.shape != lead:
+        raise ShapeError(
+            f"mask has shape {tuple(keep.shape)}; it must be {tuple(lead)}, as the activations without d"
+        )
+    found = [x.reshape(lead.numel(), x.shape[-1])]
+    for label in labels:
+        z = tensor_of("labels", label).detach()
+        if z.shape != lead and z.shape[:-1] != lead:
+            raise ShapeError(
+                f"labels have shape {tuple(z.shape)}; they must be {tuple(lead)}, as the activations without d"
+            )
+        found.append(z.reshape(lead.numel(), *z.shape[len(lead) :]))
+    if keep is None:
+        return tuple(found)
+    return tuple(t[keep.reshape(-1).to(t.device)] for t in found)

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError, ShapeError, StoreError, UnknownHookError, nearest
-from probelens.experiments.settings import whole_number
 from probelens.hooks.cache import Slice
 from probelens.hooks.forwards import hooked_by_hand, stored
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped, resolve
 from probelens.hooks.padding import mask_for_model
 from probelens.hooks.shorthand import Names
+from probelens.numerics.tensors import whole_number
 from probelens.results.progress import progress_bar
 from probelens.results.result import Result
 from probelens.running.faster_forwards import faster_forwards

@@ -7,13 +7,12 @@ from probelens.subspaces.fitted import (
     moments,
     pca,
     probe_rows,
-    random,
-    random_matched,
     svd,
     top_pca,
 )
 from probelens.subspaces.inlp import Inlp, inlp
 from probelens.subspaces.leace import Eraser, LeaceFitter, leace
+from probelens.subspaces.matched import random, random_matched
 from probelens.subspaces.subspace import Subspace
 
 __all__ = [

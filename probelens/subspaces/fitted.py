@@ -11,27 +11,17 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
-from probelens.numerics.tensors import tensor_of
-from probelens.subspaces.inlp import Inlp, inlp
-from probelens.subspaces.leace import Eraser, LeaceFitter, flat_rows, leace, square, wide
-from probelens.subspaces.matched import matched_frames
-from probelens.subspaces.subspace import Subspace, orthonormal_rows
+from probelens.numerics.linalg import eigenvectors, orthonormal_rows
+from probelens.numerics.tensors import flat_rows, tensor_of, to_float64, whole_number
+from probelens.subspaces.subspace import Subspace
 
 __all__ = [
-    "Eraser",
-    "Inlp",
-    "LeaceFitter",
-    "Subspace",
     "class_means",
     "from_probe",
-    "inlp",
-    "leace",
     "mean_difference",
     "moments",
     "pca",
     "probe_rows",
-    "random",
-    "random_matched",
     "svd",
     "top_pca",
 ]
@@ -93,15 +83,15 @@ def from_probe(
         mean = probe.mean(where, seed) if mean is None else mean
     if mean is None:
         raise InputError("give mean=, the mean activation: project_out sets the directions to it")
-    rows = wide(tensor_of("the probe's rows", rows).detach())
+    rows = to_float64(tensor_of("the probe's rows", rows).detach())
     rows = rows[None] if rows.ndim == 1 else rows
-    centre = wide(tensor_of("mean", mean))
+    centre = to_float64(tensor_of("mean", mean))
     if rows.ndim != 2 or centre.shape != rows.shape[1:]:
         raise ShapeError(
             f"a probe's rows (class, d) need a mean (d,), got {tuple(rows.shape)} and {tuple(centre.shape)}"
         )
     if scale is not None:
-        size = wide(tensor_of("scale", scale))
+        size = to_float64(tensor_of("scale", scale))
         if size.shape != centre.shape or not bool((size > 0).all()):
             raise ShapeError(f"scale must be {tuple(centre.shape)} and above 0, got {tuple(size.shape)}")
         rows = rows / size
@@ -217,7 +207,7 @@ def class_means(
     if len(ids) < 2:
         raise InputError(f"class means need at least two classes, got {len(ids)}")
     overall, _ = moments(x)
-    means = torch.stack([wide(x[(labels == c).to(x.device)]).mean(0) for c in ids]) - overall
+    means = torch.stack([to_float64(x[(labels == c).to(x.device)]).mean(0) for c in ids]) - overall
     basis = orthonormal_rows(means - means.mean(0))
     if not len(basis):
         raise InputError("all class means are equal: no direction separates them linearly")
@@ -269,8 +259,8 @@ def top_pca(rank: int, covariance: Tensor, mean: Tensor, *, label: str = "top pc
         >>> top_pca(1, torch.diag(torch.tensor([1.0, 3.0])), torch.zeros(2)).basis.abs()
         tensor([[0., 1.]], dtype=torch.float64)
     """
-    _, vectors = _eigen(covariance)
-    _check_rank(rank, len(vectors))
+    _, vectors = eigenvectors(covariance)
+    whole_number("rank", rank, 1, len(vectors))
     return Subspace(vectors[:, :rank].mT.contiguous(), mean, label)
 
 
@@ -302,116 +292,6 @@ def svd(X: Tensor, rank: int, mask: Tensor | None = None, *, label: str = "svd")
     return top_pca(rank, covariance + torch.outer(mean, mean), torch.zeros_like(mean), label=label)
 
 
-def random(
-    rank: int, d: int, seed: int = 0, *, mean: Tensor | None = None, label: str = "random"
-) -> Subspace:
-    """A subspace drawn uniformly among all of its rank.
-
-    Args:
-        rank: How many directions.
-        d: Width of the activations.
-        seed: Seeds the draw.
-        mean: Mean activation; default: zeros. (d,)
-        label: Name.
-
-    Returns:
-        Orthonormal rows, drawn from Haar measure.
-
-    Raises:
-        InputError: A rank that isn't between 1 and d.
-
-    Examples:
-        >>> random(2, 5, seed=1)
-        Subspace(rank=2, d=5, label='random')
-    """
-    _check_rank(rank, d)
-    gen = torch.Generator().manual_seed(seed)
-    rows = torch.linalg.qr(torch.randn(d, rank, generator=gen, dtype=torch.float64)).Q.mT
-    return Subspace(rows.contiguous(), torch.zeros(d) if mean is None else mean, label)
-
-
-def random_matched(
-    target: Subspace | Eraser,
-    covariance: Tensor,
-    n: int = 20,
-    seed: int = 0,
-    *,
-    mean: Tensor | None = None,
-    tol: float = 0.01,
-    max_overlap: float = 0.95,
-    label: str = "random matched",
-) -> list[Subspace]:
-    """Random subspaces that have the target's rank and remove the variance that the target removes.
-
-    Each draw starts from a uniform random frame G and moves it along span(Λ^{β/2} G), with Λ the
-    eigenvalues of Σ, to the β at which tr QΣQᵀ is the target's. β = 0 is the uniform draw, β = 1 a
-    draw from the activations' own distribution, and β → ±∞ ends in the directions of largest or
-    smallest variance, so every target is met; the family is the matrix angular central Gaussian one.
-
-    When the target is close to those ends, only its own neighbourhood removes as much, and a
-    matched draw is no control. That is refused, by the overlap with the target.
-
-    Args:
-        target: The subspace to match, or an eraser, by the mean squared length of its edit.
-        covariance: Σ of the activations. (d, d)
-        n: How many draws.
-        seed: Seeds the draws.
-        mean: Mean activation; default: the target's. (d,)
-        tol: Largest relative error of the variance.
-        max_overlap: Refuse when the draws' mean overlap with the target (``Subspace.overlap``) is
-            above this. Report it below: controls that share most of the target understate its effect.
-        label: Name.
-
-    Returns:
-        The draws.
-
-    Raises:
-        ShapeError: Σ of another width.
-        InputError: No variance to match, nothing to vary, or draws that coincide with the target.
-
-    Source:
-        Chikuse 1990, Journal of Multivariate Analysis 33 (the distribution of the span).
-
-    Examples:
-        >>> sigma = torch.diag(torch.arange(1.0, 21.0))
-        >>> target = random(3, 20, seed=9)
-        >>> draws = random_matched(target, sigma, n=4)
-        >>> all(abs(q.variance_removed(sigma) / target.variance_removed(sigma) - 1) < 0.01 for q in draws)
-        True
-    """
-    if n < 1:
-        raise InputError(f"n={n}: give the number of draws, at least 1")
-    wanted = target.variance_removed(covariance)
-    values, vectors = _eigen(covariance)
-    rank, d = target.rank, target.d
-    if rank == 0 or rank == d:
-        raise InputError(f"rank {rank} of {d}: there is only one subspace of that rank, so none is random")
-    if not wanted > 1e-12 * float(values.sum()):
-        raise InputError("the target removes no variance: its directions are constant over the activations")
-    gen = torch.Generator().manual_seed(seed)
-    frames = torch.randn(n, d, rank, generator=gen, dtype=torch.float64).to(values.device)
-    rows = [vectors @ frame for frame in matched_frames(frames, values, wanted, tol)]
-    centre = target.mean if mean is None else mean
-    found = [Subspace(q.mT.contiguous(), centre, label) for q in rows]
-    got = [q.variance_removed(covariance) for q in found]
-    worst = max(abs(v / wanted - 1) for v in got)
-    if worst > tol:
-        raise InputError(
-            f"no random subspace of rank {rank} removes the target's variance {wanted:.4g} within {tol:.1%} "
-            f"(off by {worst:.1%}): the target is at the end of what this rank can remove, "
-            f"{float(values[-rank:].sum()):.4g} to {float(values[:rank].sum()):.4g}"
-        )
-    span = target.basis if isinstance(target, Subspace) else orthonormal_rows(target.left.mT)
-    shared = sum(Subspace(span, centre).overlap(q) for q in found) / n
-    if shared > max_overlap:
-        raise InputError(
-            f"subspaces that remove as much variance as the target nearly coincide with it "
-            f"(overlap {shared:.3f}, allowed {max_overlap}): it holds the activations' extreme directions. "
-            "Compare with top_pca and random instead, or raise max_overlap and report it."
-        )
-    return found
-
-
 def moments(X: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Mean and covariance (divided by n), in float64.
 
@@ -435,32 +315,17 @@ def moments(X: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     if not len(x):
         raise InputError("no rows: the mask is False everywhere or the activations are empty")
     parts = x.split(_CHUNK)
-    mean = sum((wide(p).sum(0) for p in parts[1:]), wide(parts[0]).sum(0)) / len(x)
+    mean = sum((to_float64(p).sum(0) for p in parts[1:]), to_float64(parts[0]).sum(0)) / len(x)
     covariance = torch.zeros(x.shape[1], x.shape[1], dtype=mean.dtype, device=mean.device)
     for part in parts:
-        centred = wide(part) - mean
+        centred = to_float64(part) - mean
         covariance.addmm_(centred.mT, centred)
     if not bool(torch.isfinite(covariance).all()):
         raise InputError("activations hold NaN or infinity: mask those rows")
     return mean, covariance / len(x)
 
 
-def _eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
-    sigma = tensor_of("covariance", covariance)
-    sigma = wide(square(sigma, len(sigma) if sigma.ndim else 0))
-    if not len(sigma) or not bool(torch.isfinite(sigma).all()):
-        raise InputError("the covariance is empty, or holds NaN or infinity")
-    values, vectors = torch.linalg.eigh((sigma + sigma.mT) / 2)
-    return values.flip(0).clamp(min=0), vectors.flip(1)
-
-
 def _cut(basis: Tensor, rank: int | None) -> Tensor:
     if rank is None:
         return basis
-    _check_rank(rank, len(basis))
-    return basis[:rank]
-
-
-def _check_rank(rank: int, most: int) -> None:
-    if not isinstance(rank, int) or not 1 <= rank <= most:
-        raise InputError(f"rank must be an integer from 1 to {most}, got {rank!r}")
+    return basis[: whole_number("rank", rank, 1, len(basis))]

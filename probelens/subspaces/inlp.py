@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
-from probelens.numerics.tensors import tensor_of
+from probelens.numerics.linalg import orthonormal_rows
+from probelens.numerics.tensors import flat_rows, tensor_of
 from probelens.probing.chance import slack
-from probelens.subspaces.leace import flat_rows
-from probelens.subspaces.subspace import Subspace, orthonormal_rows
+from probelens.subspaces.subspace import Subspace
 
 if TYPE_CHECKING:
     import pandas as pd

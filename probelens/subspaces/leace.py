@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
-from probelens.numerics.tensors import tensor_of
+from probelens.numerics.linalg import covariance_of
+from probelens.numerics.tensors import flat_rows, tensor_of, to_float64
 from probelens.results.result import Result
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Eraser", "LeaceFitter", "flat_rows", "leace", "wide"]
+__all__ = ["Eraser", "LeaceFitter", "leace"]
 
-_CHUNK = 8192  # rows promoted to float64 at once
+_CHUNK = 8192  # rows converted to float64 at once
 _MAX_CLASSES = 20_000  # ids beyond this are token ids or hashes, and their covariance would fill the memory
 
 
@@ -83,7 +84,7 @@ class Eraser(Result):
             raise ShapeError(
                 f"eraser {self.label!r} was fitted on width {self.d}, got activations {tuple(x.shape)}"
             )
-        full = wide(x)
+        full = to_float64(x)
         left, right, mean = (t.to(full.device) for t in (self.left, self.right, self.mean))
         return (full - (full - mean) @ right.mT @ left.mT).to(device=x.device, dtype=x.dtype)
 
@@ -99,7 +100,7 @@ class Eraser(Result):
         Raises:
             ShapeError: Σ of another width.
         """
-        inner = self.right @ square(covariance, self.d).to(self.right.device) @ self.right.mT
+        inner = self.right @ covariance_of(covariance, self.d).to(self.right.device) @ self.right.mT
         return float(((self.left @ inner) * self.left).sum())
 
     def to_dataframe(self) -> pd.DataFrame:
@@ -178,7 +179,7 @@ class LeaceFitter:
         if width > _MAX_CLASSES:
             raise InputError(f"class ids go up to {width - 1}: number the classes that occur from 0")
         for start in range(0, len(x), _CHUNK):
-            part = wide(x[start : start + _CHUNK])
+            part = to_float64(x[start : start + _CHUNK])
             label = z[start : start + _CHUNK].to(part.device)
             if classes:
                 label = torch.nn.functional.one_hot(label.long(), width)
@@ -309,55 +310,6 @@ def leace(X: Tensor, y: Tensor, mask: Tensor | None = None, *, tol: float = 1e-8
         True
     """
     return LeaceFitter(tol=tol).update(X, y, mask).eraser
-
-
-def wide(x: Tensor) -> Tensor:
-    """A tensor in float64, on the CPU where its device has no float64."""
-    return (x.cpu() if x.device.type == "mps" else x).double()
-
-
-def square(covariance: Tensor, d: int) -> Tensor:
-    """A covariance in float64. Raises ShapeError if it isn't (d, d)."""
-    sigma = tensor_of("covariance", covariance)
-    if sigma.shape != (d, d):
-        raise ShapeError(f"covariance must be ({d}, {d}), got {tuple(sigma.shape)}")
-    return wide(sigma)
-
-
-def flat_rows(X: Any, *labels: Any, mask: Any = None) -> tuple[Tensor, ...]:
-    """Activations as (row, d), and what belongs to each row, without the masked rows.
-
-    Args:
-        X: Activations, a tensor or an array. (..., d)
-        *labels: Tensors of one value (...) or several (..., k) per row.
-        mask: True for the rows to use. (...)
-
-    Returns:
-        The rows, then each of ``labels`` as (row,) or (row, k).
-
-    Raises:
-        ShapeError: Labels or mask that don't fit the activations.
-    """
-    x = tensor_of("activations", X).detach()
-    if x.ndim < 2 or not x.shape[-1] or not x.is_floating_point():
-        raise ShapeError(f"activations must be floating, (..., d), got {x.dtype} of shape {tuple(x.shape)}")
-    lead = x.shape[:-1]
-    keep = None if mask is None else tensor_of("the mask", mask).bool()
-    if keep is not None and keep.shape != lead:
-        raise ShapeError(
-            f"the mask must have shape {tuple(lead)}, as the activations, got {tuple(keep.shape)}"
-        )
-    found = [x.reshape(lead.numel(), x.shape[-1])]
-    for label in labels:
-        z = tensor_of("labels", label).detach()
-        if z.shape != lead and z.shape[:-1] != lead:
-            raise ShapeError(
-                f"labels must have shape {tuple(lead)}, as the activations, got {tuple(z.shape)}"
-            )
-        found.append(z.reshape(lead.numel(), *z.shape[len(lead) :]))
-    if keep is None:
-        return tuple(found)
-    return tuple(t[keep.reshape(-1).to(t.device)] for t in found)
 
 
 def _whitening(covariance: Tensor, floor: float) -> tuple[Tensor, Tensor]:

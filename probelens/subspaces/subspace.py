@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
-from probelens.numerics.tensors import tensor_of
+from probelens.numerics.linalg import covariance_of, orthonormal_rows
+from probelens.numerics.tensors import tensor_of, to_float64
 from probelens.results.result import Result
-from probelens.subspaces.leace import square, wide
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Subspace", "orthonormal_rows"]
+__all__ = ["Subspace"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Subspace(Result):
 
     def __post_init__(self) -> None:
         basis, mean = (
-            wide(tensor_of(name, t).detach()) for name, t in (("basis", self.basis), ("mean", self.mean))
+            to_float64(tensor_of(name, t).detach())
+            for name, t in (("basis", self.basis), ("mean", self.mean))
         )
         if basis.ndim != 2 or mean.shape != basis.shape[1:]:
             raise ShapeError(
@@ -157,7 +158,7 @@ class Subspace(Result):
             >>> Subspace(torch.eye(2)[:1], torch.zeros(2)).variance_removed(sigma)
             3.0
         """
-        sigma = square(covariance, self.d)
+        sigma = covariance_of(covariance, self.d)
         return float(((self.basis @ sigma.to(self.basis.device)) * self.basis).sum())
 
     def overlap(self, other: Subspace) -> float:
@@ -234,31 +235,9 @@ class Subspace(Result):
         x = tensor_of("activations", x)
         if x.shape[-1:] != (self.d,):
             raise ShapeError(f"subspace {self.label!r} has width {self.d}, got activations {tuple(x.shape)}")
-        full = wide(x)
+        full = to_float64(x)
         q, mean = self.basis.to(full.device), self.mean.to(full.device)
         return fn(full, q, mean).to(device=x.device, dtype=x.dtype)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, d={self.d}, label={self.label!r})"
-
-
-def orthonormal_rows(rows: Tensor, tol: float = 1e-7) -> Tensor:
-    """An orthonormal basis of the span of some rows.
-
-    Args:
-        rows: Directions, of any length. (k, d)
-        tol: Singular values under this share of the largest count as zero.
-
-    Returns:
-        Float64, largest directions first. (rank, d)
-
-    Raises:
-        InputError: NaN or infinity.
-    """
-    full = wide(rows)
-    if not full.numel():
-        return full.reshape(0, rows.shape[-1])
-    if not bool(torch.isfinite(full).all()):
-        raise InputError("the rows hold NaN or infinity: they point nowhere")
-    _, size, vectors = torch.linalg.svd(full, full_matrices=False)
-    return vectors[(size > tol * size[0]) & (size > 0)].contiguous()

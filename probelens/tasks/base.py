@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from probelens.errors import InputError, ShapeError
+from probelens.numerics.tensors import whole_number
 from probelens.tasks.baselines import baselines
 from probelens.tasks.data import IGNORE, Batch, PatchPairs
-from probelens.tasks.drawing.arguments import choice, integer, rng_from
+from probelens.tasks.drawing.arguments import choice, rng_from
 from probelens.tasks.drawing.distinct import avoid, hashed, unique
 from probelens.tasks.drawing.pairs import Pairs, change_one_token
 
@@ -150,7 +151,16 @@ class Task(ABC):
         Raises:
             InputError: No such pair exists, or none was found.
         """
-        return change_one_token(self, n, length, read, label, rng)
+        return change_one_token(
+            lambda rows: self.draw(rows, length, rng),
+            self.legal,
+            lambda symbols: self.annotate(symbols)[label],
+            n,
+            self.n_symbols,
+            read,
+            rng,
+            f"{self.name} whose {label!r} at position {read} depends on an early token",
+        )
 
     # What follows
 
@@ -211,7 +221,7 @@ class Task(ABC):
             >>> Parity().sample(1, length=6, seed=3).labels["state"]
             tensor([[1, 1, 1, 0, 1, 0]])
         """
-        n, length = integer("n", n, 1), integer("length", length, 1)
+        n, length = whole_number("n", n, 1), whole_number("length", length, 1)
         return self._fresh(n, length, rng_from(seed, "sample", length), self._hashes(exclude, length))
 
     def splits(self, sizes: Mapping[str, int], length: int = 40, seed: int = 0) -> dict[str, Batch]:
@@ -235,7 +245,7 @@ class Task(ABC):
             >>> {name: len(part) for name, part in parts.items()}
             {'train': 10, 'test': 6}
         """
-        length = integer("length", length, 1)
+        length = whole_number("length", length, 1)
         counts = self._sizes(sizes)
         total = sum(counts.values())
         space = self.n_strings(length)
@@ -285,8 +295,8 @@ class Task(ABC):
             >>> len(next(task.stream(64, exclude=held_out)))
             64
         """
-        batch_size, length = integer("batch_size", batch_size, 1), integer("length", length, 1)
-        seed, start = integer("seed", seed, 0), integer("start", start, 0)
+        batch_size, length = whole_number("batch_size", batch_size, 1), whole_number("length", length, 1)
+        seed, start = whole_number("seed", seed, 0), whole_number("start", start, 0)
         hashes = self._hashes(exclude, length)
 
         def batches() -> Iterator[Batch]:
@@ -405,7 +415,7 @@ class Task(ABC):
             raise InputError(
                 f"sizes={sizes!r}; it must name the splits, such as {{'train': 800, 'test': 200}}."
             )
-        return {str(name): integer(f"sizes[{name!r}]", size, 1) for name, size in sizes.items()}
+        return {str(name): whole_number(f"sizes[{name!r}]", size, 1) for name, size in sizes.items()}
 
     def _batch(self, symbols: np.ndarray, first_group: int = 0) -> Batch:
         labels = {name: torch.from_numpy(_int64(values)) for name, values in self.annotate(symbols).items()}
@@ -422,10 +432,10 @@ class Task(ABC):
     def _make_pairs(
         self, n: int, length: int, seed: int, label: str | None, read_pos: int | None, **options: Any
     ) -> PatchPairs:
-        n, length = integer("n", n, 1), integer("length", length, 2)
+        n, length = whole_number("n", n, 1), whole_number("length", length, 2)
         label = self._label(label)
         low, high = 1 + self.bos, length - 1 + self.bos
-        read = (high if read_pos is None else integer("read_pos", read_pos, low, high)) - self.bos
+        read = (high if read_pos is None else whole_number("read_pos", read_pos, low, high)) - self.bos
         rng = rng_from(seed, "pairs", length, read)
         clean, corrupted, edit = self.draw_pairs(n, length, read, label, rng, **options)
         # Labels look backward only, so nothing after the read position matters.

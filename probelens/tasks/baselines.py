@@ -10,8 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from probelens.errors import InputError
+from probelens.numerics.tensors import whole_number
 from probelens.tasks.data import Batch
-from probelens.tasks.drawing.arguments import integer
 
 __all__ = ["baseline_predictions", "baselines"]
 
@@ -39,7 +39,7 @@ def baseline_predictions(
         InputError: w below 1, or no label counts in training.
         ShapeError: Labels or mask don't fit the tokens.
     """
-    w = integer("w", w, 1)
+    w = whole_number("w", w, 1)
     train = Batch(train_tokens, {"label": train_labels}, train_mask)  # type: ignore[arg-type]
     x, y, keep = train.tokens.cpu().numpy(), train.labels["label"].cpu().numpy(), train.mask.cpu().numpy()
     x_test = Batch(test_tokens).tokens.cpu().numpy()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from probelens.errors import InputError
+from probelens.numerics.tensors import whole_number
 from probelens.tasks.base import Task
 from probelens.tasks.drawing import walks as _walk
-from probelens.tasks.drawing.arguments import integer, probability
+from probelens.tasks.drawing.arguments import probability
 from probelens.tasks.drawing.pairs import Pairs, collect_pairs
 
 __all__ = ["Counter"]
@@ -48,7 +49,7 @@ class Counter(Task):
     def __init__(
         self, max_depth: int = 10, noop: float = 0.0, target: str = "depth", bos: bool = False
     ) -> None:
-        self.max_depth = integer("max_depth", max_depth, 1)
+        self.max_depth = whole_number("max_depth", max_depth, 1)
         self.noop = probability("noop", noop)
         symbols = ["+", "-", *(["."] if self.noop else [])]
         classes = {"depth": [str(i) for i in range(self.max_depth + 1)]}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from probelens.errors import InputError
+from probelens.numerics.tensors import whole_number
 from probelens.tasks.base import Task
 from probelens.tasks.data import PatchPairs
 from probelens.tasks.drawing import walks as _walk
-from probelens.tasks.drawing.arguments import choice, integer, probability
+from probelens.tasks.drawing.arguments import choice, probability
 from probelens.tasks.drawing.pairs import Pairs, collect_pairs
 
 __all__ = ["Dyck"]
@@ -78,8 +79,8 @@ class Dyck(Task):
         target: str = "depth",
         bos: bool = False,
     ) -> None:
-        self.k = integer("k", k, 1)
-        self.max_depth = integer("max_depth", max_depth, 1)
+        self.k = whole_number("k", k, 1)
+        self.max_depth = whole_number("max_depth", max_depth, 1)
         self.noop = probability("noop", noop)
         openers = list(_OPENERS[: self.k]) if self.k <= len(_OPENERS) else [f"({i}" for i in range(self.k)]
         closers = list(_CLOSERS[: self.k]) if self.k <= len(_CLOSERS) else [f"){i}" for i in range(self.k)]

@@ -29,7 +29,6 @@ ELSEWHERE = {
 }
 # Names that modules of one package take from each other.
 INSIDE = {
-    "probelens.subspaces.leace": {"flat_rows", "wide"},
     "probelens.experiments.executors": {"EXECUTORS", "Processes", "current", "named", "opened"},
     "probelens.experiments.grid": {"RunCell"},
     "probelens.experiments.status": {"watching"},

@@ -10,7 +10,9 @@ import probelens as pl
 from probelens import edits
 from probelens.errors import InputError, ShapeError
 from probelens.hooks.points import HookPoint
-from probelens.subspaces.fitted import Subspace, leace, random
+from probelens.subspaces.leace import leace
+from probelens.subspaces.matched import random
+from probelens.subspaces.subspace import Subspace
 
 BATCH, POS, D = 4, 5, 3
 LABELS = torch.arange(BATCH * POS).view(BATCH, POS) % 2

@@ -11,7 +11,9 @@ import torch
 from probelens import subspaces as sub
 from probelens.errors import InputError, ShapeError, UnknownHookError
 from probelens.probing import LinearProbe, probe, split_by_group
-from probelens.subspaces.fitted import Inlp, Subspace, from_probe, probe_rows
+from probelens.subspaces.fitted import from_probe, probe_rows
+from probelens.subspaces.inlp import Inlp
+from probelens.subspaces.subspace import Subspace
 
 
 def spectrum(d=30, power=1.5, seed=0):

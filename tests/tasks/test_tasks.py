@@ -450,7 +450,7 @@ def test_widths_leave_room_for_every_token_and_every_class() -> None:
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: Parity().sample(0), "n=0 is out of range; it must be an integer of at least 1"),
+        (lambda: Parity().sample(0), "n=0 must be a whole number, at least 1"),
         (lambda: Parity().sample(-3), "n=-3"),
         (lambda: Parity().sample(True), "n=True is a bool"),
         (lambda: Parity().sample(2.0), "n=2.0 is a float"),

@@ -22,7 +22,7 @@ from torch import Tensor
 import probelens as pl
 from probelens import edits, metrics, probing, stats, subspaces
 from probelens.kernels import rnn, ssm
-from probelens.numerics import indices, permutation
+from probelens.numerics import indices, permutation, tensors
 from probelens.probing import controls, splits
 from probelens.subspaces import inlp
 from probelens.subspaces import leace as erasure
@@ -172,7 +172,7 @@ CALLS: dict[str, Callable[[Some], Any]] = {
     "subspaces.Subspace.keep": lambda s: s.space().keep(s.x),
     "subspaces.Subspace.variance_removed": lambda s: s.space().variance_removed(s.sigma()),
     "erasure.leace": lambda s: erasure.leace(s.x, s.y, s.mask),
-    "erasure.flat_rows": lambda s: erasure.flat_rows(s.x, s.y, mask=s.mask),
+    "tensors.flat_rows": lambda s: tensors.flat_rows(s.x, s.y, mask=s.mask),
     "inlp.inlp": lambda s: inlp.inlp(s.x, s.y, mask=s.mask, max_rank=1),
     "probing.LinearProbe": lambda s: pl.LinearProbe(C=s.pick(1.0, 1e-3, 0, -1)).fit(s.floats(), s.pick(s.y, s.ids())),
     "probing.RidgeProbe": lambda s: probing.RidgeProbe(s.pick(1.0, 0, -1)).fit(s.floats(), s.pick(s.floats(), s.ids())),
@@ -190,7 +190,7 @@ CALLS: dict[str, Callable[[Some], Any]] = {
     "probing.contexts": lambda s: controls.contexts(s.ids(), s.pick(1, 2, 4), w=s.pick(None, 0, 1, 2)),
     "probing.copies_together": lambda s: splits.copies_together(s.ids(), s.ids()),
     "edits": lambda s: s.edit()(s.x),
-    "erasure.wide": lambda s: erasure.wide(s.floats()),
+    "tensors.to_float64": lambda s: tensors.to_float64(s.floats()),
 }  # fmt: skip
 
 # Public functions that other tests put everything to.
@@ -239,7 +239,7 @@ def test_arguments_of_every_kind_give_numbers_or_one_of_our_errors(name: str) ->
                     continue
                 raise AssertionError(f"{name}, seed {seed}: {type(err).__name__}: {err}") from err
     assert all(len(words) > 20 for words in said), "an error that says nothing"
-    assert said or name == "erasure.wide", "the control: some of it can't be used"
+    assert said or name == "tensors.to_float64", "the control: some of it can't be used"
 
 
 def test_some_of_those_arguments_can_be_used() -> None:

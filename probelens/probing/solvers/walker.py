@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from probelens.numerics import linalg as _linalg
+from probelens.numerics import linalg
 from probelens.numerics.modes import exact
 from probelens.probing.solvers.factor import Factorised
 from probelens.probing.solvers.links import Link
@@ -335,7 +335,7 @@ class Walker:
                     curve[i, j] += C * self.link.curvature(guess.r, ways[i][2], ways[j][2])
                     curve[j, i] = curve[i, j]
             curve += torch.diag(1e-7 * curve.diagonal() + 1e-30)
-            step = -_linalg.solve(curve, slope)
+            step = -linalg.solve(curve, slope)
             if not -0.5 * float(step @ slope) > 0.1 * self.rough * value:
                 break
             for scale in (1.0, 0.25, 0.06, 0.0):
@@ -368,7 +368,7 @@ class Walker:
             return None
         within = (seen * scale[:, None]) @ seen.T
         within += torch.eye(len(removed), dtype=within.dtype, device=within.device)
-        return removed.to(self.dtype), seen.to(self.dtype), _linalg.inverse(within).to(self.dtype)
+        return removed.to(self.dtype), seen.to(self.dtype), linalg.inverse(within).to(self.dtype)
 
     def _fit(self, C: float, end: _End, n_iter: int) -> LogisticFit:
         w, b = end.point.w.double(), end.point.b.double()

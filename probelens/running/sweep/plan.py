@@ -17,10 +17,10 @@ from typing import Any
 from torch import Tensor
 
 from probelens.errors import InputError, metric_note, noted
-from probelens.experiments.settings import whole_number
 from probelens.hooks.model import HookedModel
 from probelens.hooks.padding import mask_for_model
 from probelens.hooks.points import HookFn, at
+from probelens.numerics.tensors import whole_number
 from probelens.running.sweep.engine import Engine
 from probelens.running.sweep.limits import mib
 

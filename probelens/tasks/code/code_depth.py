@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError
+from probelens.numerics.tensors import whole_number
 from probelens.tasks.base import Exclude, Task
 from probelens.tasks.code import corpus as _corpus
 from probelens.tasks.code.encoding import encoder_for
 from probelens.tasks.data import IGNORE, Batch, PatchPairs
-from probelens.tasks.drawing.arguments import integer, rng_from
+from probelens.tasks.drawing.arguments import rng_from
 
 __all__ = ["CodeDepth"]
 
@@ -85,11 +86,11 @@ class CodeDepth(Task):
     ) -> None:
         self.tokenizer, self.corpus = tokenizer, corpus
         self.max_depth, self.max_indent = (
-            integer("max_depth", max_depth, 1),
-            integer("max_indent", max_indent, 1),
+            whole_number("max_depth", max_depth, 1),
+            whole_number("max_indent", max_indent, 1),
         )
-        self.min_chars = integer("min_chars", min_chars, 1)
-        self.max_chars = integer("max_chars", max_chars, self.min_chars)
+        self.min_chars = whole_number("min_chars", min_chars, 1)
+        self.max_chars = whole_number("max_chars", max_chars, self.min_chars)
         self._encoder = encoder_for(tokenizer)
         if bos and self._encoder.bos is None:
             raise InputError("bos=True, but the tokenizer has no BOS and no EOS token. Use bos=False.")
@@ -176,7 +177,7 @@ class CodeDepth(Task):
         Raises:
             InputError: A split whose modules hold fewer functions than asked for; the message says how many.
         """
-        length = integer("length", length, 1)
+        length = whole_number("length", length, 1)
         counts = self._sizes(sizes)
         rng = rng_from(seed, "splits", length)
         edges = np.cumsum([0.0, *counts.values()]) / sum(counts.values())
@@ -218,13 +219,13 @@ class CodeDepth(Task):
         Raises:
             InputError: A label other than "depth", a tokenizer without a comma, or too few such places.
         """
-        n, length = integer("n", n, 1), integer("length", length, 3)
+        n, length = whole_number("n", n, 1), whole_number("length", length, 3)
         if self._label(label) != "depth":
             raise InputError(
                 f"pairs change the label 'depth' only, not {self._label(label)!r}. Pass label='depth'."
             )
         if read_pos is not None:
-            read_pos = integer("read_pos", read_pos, self.bos + 2, self.bos + length - 1) - self.bos
+            read_pos = whole_number("read_pos", read_pos, self.bos + 2, self.bos + length - 1) - self.bos
         rng = rng_from(seed, "pairs", length)
         chosen: list[tuple[int, int, int, int]] = []
         for index in rng.permutation(len(self._corpus.codes)).tolist():

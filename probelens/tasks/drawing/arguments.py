@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import operator
 import zlib
 from typing import Any
 
 import numpy as np
 
 from probelens.errors import InputError, nearest
+from probelens.numerics.tensors import whole_number
 
-__all__ = ["choice", "integer", "probability", "rng_from"]
-
-
-def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """``value`` as an int within [low, high], or an InputError that names the argument."""
-    allowed = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
-    try:
-        if isinstance(value, bool | np.bool_):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        raise InputError(f"{name}={value!r} is a {type(value).__name__}; it must be {allowed}.") from None
-    if number < low or (high is not None and number > high):
-        raise InputError(f"{name}={number} is out of range; it must be {allowed}.")
-    return number
+__all__ = ["choice", "probability", "rng_from"]
 
 
 def probability(name: str, value: Any, high: float = 1.0) -> float:
@@ -51,4 +37,4 @@ def choice(what: str, value: Any, options: list[str] | tuple[str, ...]) -> str:
 def rng_from(seed: Any, *stream: str | int) -> np.random.Generator:
     """A generator of its own for (seed, stream): equal inputs give equal draws, others independent ones."""
     words = [zlib.crc32(part.encode()) if isinstance(part, str) else part for part in stream]
-    return np.random.default_rng([integer("seed", seed, 0), *words])
+    return np.random.default_rng([whole_number("seed", seed, 0), *words])

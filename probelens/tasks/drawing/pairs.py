@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from probelens.errors import InputError
 from probelens.tasks.drawing.distinct import ROUNDS
-
-if TYPE_CHECKING:
-    from probelens.tasks.base import Task
 
 __all__ = ["Pairs", "change_one_token", "collect_pairs"]
 
@@ -19,29 +15,50 @@ Pairs = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def change_one_token(
-    task: Task, n: int, length: int, read: int, label: str, rng: np.random.Generator
+    draw: Callable[[int], np.ndarray],
+    legal: Callable[[np.ndarray], np.ndarray],
+    classes: Callable[[np.ndarray], np.ndarray],
+    n: int,
+    n_symbols: int,
+    read: int,
+    rng: np.random.Generator,
+    what: str,
 ) -> Pairs:
-    """Strings, the same with a random token of the first half of [0, read] changed, and where."""
+    """Draw strings and change one random token of the first half of [0, read] in each.
+
+    Args:
+        draw: Gives so many strings. (n, length)
+        legal: Which strings are allowed. (n,) bool
+        classes: The class at each position, which must differ at ``read``, below 0 where undefined. (n, pos)
+        n: Number of pairs.
+        n_symbols: Number of token ids.
+        read: Position that is read.
+        rng: The only source of randomness.
+        what: Names the pairs in an error.
+
+    Returns:
+        Clean and corrupted strings (n, length), and the position of the change (n,).
+
+    Raises:
+        InputError: Too few such pairs were found.
+    """
     rows = np.arange(max(n, 64))
 
     def attempt() -> Pairs:
-        clean = np.array(task.draw(len(rows), length, rng), dtype=np.int64)
+        clean = np.array(draw(len(rows)), dtype=np.int64)
         edit = rng.integers(0, read // 2 + 1, len(rows))
         corrupted = clean.copy()
-        other = rng.integers(1, max(task.n_symbols, 2), len(rows))
-        corrupted[rows, edit] = (clean[rows, edit] + other) % task.n_symbols
-        good = (corrupted[rows, edit] != clean[rows, edit]) & (edit < read) & task.legal(corrupted)
+        other = rng.integers(1, max(n_symbols, 2), len(rows))
+        corrupted[rows, edit] = (clean[rows, edit] + other) % n_symbols
+        good = (corrupted[rows, edit] != clean[rows, edit]) & (edit < read) & legal(corrupted)
         clean, corrupted, edit = clean[good], corrupted[good], edit[good]
         if not len(clean):
             return clean, corrupted, edit
-        before = task.annotate(clean[:, : read + 1])[label][:, -1]
-        after = task.annotate(corrupted[:, : read + 1])[label][:, -1]
+        before, after = classes(clean[:, : read + 1])[:, -1], classes(corrupted[:, : read + 1])[:, -1]
         good = (before != after) & (before >= 0) & (after >= 0)
         return clean[good], corrupted[good], edit[good]
 
-    return collect_pairs(
-        attempt, n, f"{task.name} whose {label!r} at position {read} depends on an early token"
-    )
+    return collect_pairs(attempt, n, what)
 
 
 def collect_pairs(attempt: Callable[[], Pairs], n: int, what: str) -> Pairs:
