@@ -67,7 +67,7 @@ def hooked() -> tuple[pl.HookedModel, Tensor]:
     [
         (lambda m, x, _: pl.collect(m, x, batch_size=2.5), "batch_size=2.5 must be a whole number, at least 1"),
         (lambda m, x, _: pl.collect(m, x, batch_size="8"), "batch_size='8' must be a whole number, at least 1"),
-        (lambda m, x, _: pl.collect(m, x, batch_size=True), "batch_size=True: allowed"),
+        (lambda m, x, _: pl.collect(m, x, batch_size=True), "batch_size=True must be a whole number"),
         (lambda m, x, _: pl.collect(m, x, dtype="float16"), "a floating dtype such as torch.float16, got dtype='float16'"),
         (lambda m, x, _: pl.collect(m, x, dtype=torch.int32), "got dtype=torch.int32"),
         (lambda m, x, file: pl.collect(m, x, out=file), "can't write to .*file"),

@@ -22,7 +22,7 @@ from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped, resolve
 from probelens.hooks.points import has_positions
 from probelens.hooks.shorthand import LAYER_AXIS, Names
-from probelens.probing.chance import slack
+from probelens.probing.refit import chance_margin
 from probelens.results.progress import progress_bar
 from probelens.results.result import Result
 from probelens.running.collect import collect
@@ -198,7 +198,12 @@ def _quick(model: HookedModel) -> contextlib.AbstractContextManager[Any]:
 
 def _row(row: dict[str, Any], space: Any, method: str, n_fit: int, margin: float) -> dict[str, Any]:
     over = row["refit_accuracy"] - row["baseline"]
-    out = {**row, "method": method, "n_fit": n_fit, "at_chance": over <= slack(row["baseline"], margin)}
+    out = {
+        **row,
+        "method": method,
+        "n_fit": n_fit,
+        "at_chance": over <= chance_margin(row["baseline"], margin),
+    }
     out["reached"] = "chance" if out["at_chance"] else f"{over:.3f} above baseline"
     if isinstance(space, Inlp):
         out.update(stopped=space.stopped, fit_accuracy=space.accuracy, fit_baseline=space.baseline)

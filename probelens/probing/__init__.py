@@ -4,13 +4,13 @@ from probelens.probing.controls import control_labels, selectivity
 from probelens.probing.linear import LinearProbe, RidgeProbe
 from probelens.probing.mdl import Codelength, online_codelength
 from probelens.probing.mlp import MLPProbe
-from probelens.probing.probe import ProbeResult, probe
+from probelens.probing.probe import probe
 from probelens.probing.refit import refit_accuracy
+from probelens.probing.result import ProbeResult
 from probelens.probing.solvers.factor import Factorised
 from probelens.probing.solvers.logistic import LogisticFit, fit_path
 from probelens.probing.solvers.ridge import RidgeFit, ridge_path
 from probelens.probing.splits import Split, split_by_group
-from probelens.probing.values import ValueProbeResult, probe_values
 
 __all__ = [
     "Codelength",
@@ -22,12 +22,10 @@ __all__ = [
     "RidgeFit",
     "RidgeProbe",
     "Split",
-    "ValueProbeResult",
     "control_labels",
     "fit_path",
     "online_codelength",
     "probe",
-    "probe_values",
     "refit_accuracy",
     "ridge_path",
     "selectivity",

@@ -7,257 +7,23 @@ baselines, the untrained model, a control task and the codelength.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from probelens.errors import InputError, UnknownHookError, nearest
+from probelens.errors import InputError
 from probelens.numerics.modes import exact
+from probelens.probing.controls import control_labels
 from probelens.probing.data import Data
 from probelens.probing.fitting import Fitted
-from probelens.probing.rows import CONTROL, TASK, Recorder, guesses, key
+from probelens.probing.result import CONTROL, TASK, UNTRAINED, ProbeResult
+from probelens.probing.rows import Recorder, guesses
 from probelens.probing.solvers.logistic import DEFAULT_CS
 from probelens.probing.splits import FRACTIONS, split_by_group
+from probelens.probing.values import DEFAULT_ALPHAS, fit_values
 from probelens.results.progress import progress_bar
-from probelens.results.result import Result
 
-if TYPE_CHECKING:
-    import pandas as pd
-    import plotly.graph_objects as go
-
-__all__ = ["ProbeResult", "probe"]
-
-
-@dataclass(frozen=True, eq=False)
-class ProbeResult(Result):
-    """How well labels can be read linearly at each site.
-
-    Args:
-        rows: One a site, label, seed and control: site, layer, label, seed, control ("task",
-            "untrained", "control_task"), kind, lo, hi, n_train, n_val, n_test. A label of class ids
-            (kind "classification") has accuracy, balanced_accuracy, C, n_classes, converged; a label
-            of numbers (kind "regression") has r2 and alpha. On "task" rows also, as far as they are
-            known or were asked for, in the same unit: majority, position, last_w, embedding (the site
-            of layer −1), untrained, selectivity; and codelength, uniform_codelength, compression.
-        coefs: Directions in raw space of each task probe, one row a class, one for a number. (class, d)
-        intercepts: (class,)
-        means: Mean activation of the training rows at each site and seed. (d,)
-        by_sequence: Accuracy of each test sequence, for every row of class ids. (sequence,)
-        by_position: Accuracy at each position, NaN where no row counts. (pos,)
-        by_class: Recall of each class, NaN where absent from test. (class,)
-        extra: What the caller wants to keep with the result; saved and loaded with it.
-    """
-
-    rows: list[dict[str, Any]]
-    coefs: dict[str, Tensor]
-    intercepts: dict[str, Tensor]
-    means: dict[str, Tensor]
-    by_sequence: dict[str, Tensor]
-    by_position: dict[str, Tensor]
-    by_class: dict[str, Tensor]
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def sites(self) -> list[str]:
-        """Sites, in the order given."""
-        return list(dict.fromkeys(row["site"] for row in self.rows))
-
-    @property
-    def labels(self) -> list[str]:
-        """Labels, in the order given."""
-        return list(dict.fromkeys(row["label"] for row in self.rows))
-
-    @property
-    def seeds(self) -> list[int]:
-        """Seeds of the split."""
-        return list(dict.fromkeys(row["seed"] for row in self.rows))
-
-    def row(
-        self, site: str, label: str | None = None, seed: int | None = None, control: str = TASK
-    ) -> dict[str, Any]:
-        """The row of one probe.
-
-        Args:
-            site: Hook point.
-            label: Label; None if there is only one.
-            seed: Seed; None for the first.
-            control: "task", "untrained" or "control_task".
-
-        Returns:
-            What is in ``rows``.
-
-        Raises:
-            UnknownHookError: No such site.
-            InputError: No such label, seed or control.
-        """
-        if site not in self.sites:
-            raise UnknownHookError(
-                f"site {site!r} was not probed. Nearest: {nearest(site, self.sites) or self.sites[:5]}"
-            )
-        label, seed = self._label(label), self.seeds[0] if seed is None else seed
-        for row in self.rows:
-            if (row["site"], row["label"], row["seed"], row["control"]) == (site, label, seed, control):
-                return row
-        raise InputError(
-            f"no probe of label {label!r}, seed {seed!r}, control {control!r}. Labels: {self.labels}, "
-            f"seeds: {self.seeds}, controls: {sorted({r['control'] for r in self.rows})}"
-        )
-
-    def accuracy(
-        self, site: str, label: str | None = None, seed: int | None = None, control: str = TASK
-    ) -> float:
-        """Test accuracy of one probe.
-
-        Args:
-            site: Hook point.
-            label: Label; None if there is only one.
-            seed: Seed; None for the first.
-            control: "task", "untrained" or "control_task".
-
-        Returns:
-            Share of the test positions that are right, 0 to 1.
-
-        Raises:
-            InputError: The label is a number.
-        """
-        return float(self._score(self.row(site, label, seed, control), "accuracy"))
-
-    def r2(self, site: str, label: str | None = None, seed: int | None = None, control: str = TASK) -> float:
-        """Share of the variance of a numeric label that a ridge probe explains on test.
-
-        Args:
-            site: Hook point.
-            label: Label; None if there is only one.
-            seed: Seed; None for the first.
-            control: "task", "untrained" or "control_task".
-
-        Returns:
-            At most 1; below 0 where the mean of the test rows would do better.
-
-        Raises:
-            InputError: The label is a class.
-        """
-        return float(self._score(self.row(site, label, seed, control), "r2"))
-
-    def _score(self, row: Mapping[str, Any], name: str) -> float:
-        if name not in row:
-            other = "r2" if name == "accuracy" else "accuracy"
-            raise InputError(
-                f"label {row['label']!r} has no {name}, as its kind is {row['kind']}: ask for {other}"
-            )
-        return float(row[name])
-
-    def coef(self, site: str, label: str | None = None, seed: int | None = None) -> Tensor:
-        """Directions of a probe in the space of the activations, one row a class.
-
-        Args:
-            site: Hook point.
-            label: Label; None if there is only one.
-            seed: Seed; None for the first.
-
-        Returns:
-            Directions. (class, d)
-        """
-        row = self.row(site, label, seed)
-        return self.coefs[key(row)]
-
-    def intercept(self, site: str, label: str | None = None, seed: int | None = None) -> Tensor:
-        """Intercepts that belong to ``coef``.
-
-        Args:
-            site: Hook point.
-            label: Label; None if there is only one.
-            seed: Seed; None for the first.
-
-        Returns:
-            Intercepts. (class,)
-        """
-        return self.intercepts[key(self.row(site, label, seed))]
-
-    def mean(self, site: str, seed: int | None = None) -> Tensor:
-        """Mean activation of the training rows.
-
-        Args:
-            site: Hook point.
-            seed: Seed; None for the first.
-
-        Returns:
-            The mean. (d,)
-        """
-        row = self.row(site, self.labels[0], seed)
-        return self.means[f"{row['site']}|{row['seed']}"]
-
-    def best(self, label: str | None = None) -> dict[str, Any]:
-        """The row with the highest test accuracy or R², the earliest of equals.
-
-        Args:
-            label: Label; None if there is only one.
-
-        Returns:
-            A row, as in ``rows``, of the probes of the task.
-        """
-        label = self._label(label)
-        rows = [r for r in self.rows if r["label"] == label and r["control"] == TASK]
-        return max(rows, key=lambda r: r["accuracy"] if "accuracy" in r else r["r2"])
-
-    def sequences(self, label: str | None = None, seed: int | None = None, control: str = TASK) -> Tensor:
-        """Accuracy of each test sequence at each site.
-
-        Args:
-            label: Label; None if there is only one.
-            seed: Seed; None for the first.
-            control: "task", "untrained" or "control_task".
-
-        Returns:
-            Accuracies, sites in order. (sequence, site)
-
-        Raises:
-            InputError: The label is a number.
-        """
-        rows = [self.row(s, label, seed, control) for s in self.sites]
-        self._score(rows[0], "accuracy")
-        return torch.stack([self.by_sequence[key(row)] for row in rows], 1)
-
-    def _label(self, label: str | None) -> str:
-        if label is None and len(self.labels) == 1:
-            return self.labels[0]
-        if label not in self.labels:
-            raise InputError(f"label {label!r}: this result has {self.labels}. Give one of them.")
-        return label
-
-    def to_dataframe(self) -> pd.DataFrame:
-        """One row a site, label, seed and control."""
-        import pandas as pd
-
-        return pd.DataFrame(self.rows)
-
-    def plot(self, title: str | None = None, label: str | None = None) -> go.Figure:
-        """Accuracy by layer with intervals, baselines and the untrained model; one panel a label.
-
-        Args:
-            title: Shown above the figure.
-            label: This label alone, R² if it is a number. None: all classes, or where there are
-                none all numbers.
-
-        Returns:
-            A line chart.
-        """
-        from probelens.results import plots
-
-        table = self.to_dataframe()
-        table = table[(table["control"] == TASK) & (table["seed"] == self.seeds[0])]
-        if label is not None:
-            table = table[table["label"] == self._label(label)]
-        classes = table["kind"] == "classification"
-        facet = None
-        if classes.any():
-            table = table[classes]
-            facet = "label" if table["label"].nunique() > 1 else None
-            return plots.layer_profile(table, facet=facet, title=title)
-        facet = "label" if table["label"].nunique() > 1 else None
-        return plots.layer_profile(table, y="r2", y_label="R²", percent=False, facet=facet, title=title)
+__all__ = ["probe"]
 
 
 @exact
@@ -273,6 +39,7 @@ def probe(
     mdl: bool = False,
     w: int = 4,
     Cs: Sequence[float] = DEFAULT_CS,
+    alphas: Sequence[float] = DEFAULT_ALPHAS,
     splits: Sequence[float] = FRACTIONS,
     seed: int = 0,
     seeds: Sequence[int] | None = None,
@@ -301,6 +68,7 @@ def probe(
         w: Window of the last-w-tokens baseline.
         Cs: Inverse penalties to choose from on validation, for class labels. The walk upwards ends
             early where two in a row bring nothing.
+        alphas: Penalties to choose from on validation, for numbers, on standardised features.
         splits: Shares of train, validation and test, of groups.
         seed: Of the split, when ``seeds`` is None.
         seeds: Several seeds: one split, one set of probes each.
@@ -356,16 +124,14 @@ def probe(
                 if mdl:
                     record.codelength(site, x, Cs, tol, max_rows)
                 bar.update(1)
-            if data.numbers:
-                _numbers(record, other, w, splits)
+            for site, x in data.tensors.items() if data.numbers else ():
+                _numbers(record, site, x, None if other is None else other[site], alphas)
             record.embedding()
     return out
 
 
 def _controls(data: Data, seed: int) -> dict[str, Tensor]:
     """Control labels for every label."""
-    from probelens.probing.controls import control_labels
-
     assert data.tokens is not None
     every = {**data.labels, **data.numbers}
     mask = data.spread(data.mask)
@@ -373,20 +139,15 @@ def _controls(data: Data, seed: int) -> dict[str, Tensor]:
     return {k: y if data.at is None else y[:, data.at] for k, y in made.items()}
 
 
-def _numbers(record: Recorder, other: Mapping[str, Tensor] | None, w: int, splits: Sequence[float]) -> None:
-    """Ridge probes of the numeric labels, on the same split as the others."""
-    from probelens.probing.values import fit_values
-
-    data = record.data
-
-    def read(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Any:
-        return fit_values(
-            dict(tensors), dict(values), data.groups, data.mask, data.tokens, data.at, w=w, splits=splits,
-            seeds=[record.seed], n_boot=record.n_boot,
-        )  # fmt: skip
-
-    record.numbers(
-        read(data.tensors, data.numbers),
-        None if other is None else read(other, data.numbers),
-        read(data.tensors, {k: record.controls[k] for k in data.numbers}) if record.controls else None,
-    )
+def _numbers(record: Recorder, site: str, x: Tensor, other: Tensor | None, alphas: Sequence[float]) -> None:
+    """Ridge probes of the numeric labels at one site, on the same split as the others."""
+    data, split = record.data, record.split
+    sets = {TASK: data.numbers}
+    if record.controls:
+        sets[CONTROL] = {label: record.controls[label] for label in data.numbers}
+    fits = dict(zip(sets, fit_values(x, list(sets.values()), data.mask, split, alphas), strict=True))
+    if other is not None:
+        (untrained,) = fit_values(other, [data.numbers], data.mask, split, alphas)
+        # Before the control task, as the rows of classes are ordered.
+        fits = {TASK: fits.pop(TASK), UNTRAINED: untrained, **fits}
+    record.numbers(site, fits)

@@ -15,14 +15,20 @@ from torch import Tensor
 from probelens.errors import ShapeError
 from probelens.numerics.modes import exact
 from probelens.numerics.tensors import tensor_of
-from probelens.probing.chance import slack
 from probelens.probing.fitting import Fitted, by_position, share
+from probelens.probing.intervals import by_group
 from probelens.probing.mlp import mlp_accuracy
-from probelens.probing.rows import by_group
 from probelens.probing.solvers.logistic import DEFAULT_CS
 from probelens.probing.splits import FRACTIONS, Split, split_by_group
 
-__all__ = ["PositionProbes", "guess_accuracy", "position_probes", "refit_accuracy", "refit_check"]
+__all__ = [
+    "PositionProbes",
+    "chance_margin",
+    "guess_accuracy",
+    "position_probes",
+    "refit_accuracy",
+    "refit_check",
+]
 
 _ALPHAS = tuple(10.0**k for k in range(-3, 4))
 
@@ -110,6 +116,24 @@ def guess_accuracy(labels: Tensor, mask: Tensor, split: Split) -> tuple[float, f
     most = torch.bincount(truth[keep]).max().item() / int(keep.sum())
     by_position = (_common(labels, mask, split, k) == truth)[keep]
     return most, by_position.double().mean().item()
+
+
+def chance_margin(baseline: float, margin: float) -> float:
+    """How far above its baseline an accuracy still counts as chance.
+
+    Args:
+        baseline: Accuracy of a guess.
+        margin: The distance asked for.
+
+    Returns:
+        The margin, or a quarter of the distance to 1 where that is less: otherwise an accuracy of 1 would be
+        chance beside a baseline of 0.98 or more.
+
+    Examples:
+        >>> chance_margin(0.5, 0.02), round(chance_margin(0.98, 0.02), 3)
+        (0.02, 0.005)
+    """
+    return min(margin, (1 - baseline) / 4)
 
 
 def _common(labels: Tensor, mask: Tensor, split: Split, k: int) -> Tensor:
@@ -265,7 +289,7 @@ def refit_check(
         # Position is no memory of the variable: what it gives away alone is not counted as read.
         baseline=max(majority, position),
     )
-    bar = row["baseline"] + slack(row["baseline"], margin)
+    bar = row["baseline"] + chance_margin(row["baseline"], margin)
     after = [row["refit_accuracy"], row["refit_mlp_accuracy"], row["refit_position_accuracy"]]
     row["readable_after"] = any(found is not None and found > bar for found in after)
     # An ablation adds nothing to what can be read, so what is read after it was there before.

@@ -1,25 +1,24 @@
-"""What stands in a row of a ``ProbeResult``: accuracies with intervals, and what belongs beside them."""
+"""The rows of a ``ProbeResult``: scores with intervals, and the baselines and controls beside them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from probelens.probing.data import Data
 from probelens.probing.fitting import Fitted, by_position, share
+from probelens.probing.intervals import r2_interval, share_interval
+from probelens.probing.mdl import online_codelength
+from probelens.probing.result import CONTROL, TASK, UNTRAINED, ProbeResult, key
 from probelens.probing.splits import Split
+from probelens.probing.values import ValueFit, value_guesses
+from probelens.tasks.baselines import baselines
 
-if TYPE_CHECKING:
-    from probelens.probing.probe import ProbeResult
-    from probelens.probing.values import ValueProbeResult
-
-__all__ = ["CONTROL", "TASK", "UNTRAINED", "Recorder", "by_group", "guesses", "key", "share_interval"]
-
-TASK, CONTROL, UNTRAINED = "task", "control_task", "untrained"
+__all__ = ["Recorder", "guesses"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +44,7 @@ class Recorder:
     n_boot: int
 
     def site(self, site: str, fitted: Fitted, base: Fitted | None) -> None:
-        """The rows of every class label at one site."""
+        """Add the rows of every class label at one site."""
         for label, y in self.data.labels.items():
             row = self._row(site, label, TASK, fitted, label, y)
             coef, intercept = fitted.fits[label].softmax()
@@ -59,8 +58,6 @@ class Recorder:
 
     def codelength(self, site: str, x: Tensor, Cs: Sequence[float], tol: float, max_rows: int | None) -> None:
         """Online codelength of each class label at one site, over all sequences, sent whole."""
-        from probelens.probing.mdl import online_codelength
-
         rows = _whole(self.data, max_rows, self.seed)
         groups = self.data.groups[:, None].expand(rows.shape)[rows]
         features = x[rows].float()
@@ -80,24 +77,21 @@ class Recorder:
                 codelength=found.bits, uniform_codelength=found.uniform_bits, compression=found.compression
             )
 
-    def numbers(
-        self, found: ValueProbeResult, untrained: ValueProbeResult | None, control: ValueProbeResult | None
-    ) -> None:
-        """The rows of every numeric label at every site."""
-        for row in found.rows:
-            site, label = row["site"], row["label"]
-            mine = self._number(row, TASK)
-            self.out.coefs[key(mine)] = found.coef(site, label)[None]
-            self.out.intercepts[key(mine)] = found.intercept(site, label)[None]
-            for kind, other in ((UNTRAINED, untrained), (CONTROL, control)):
-                if other is None:
-                    continue
-                theirs = next(r for r in other.rows if (r["site"], r["label"]) == (site, label))
-                self._number(theirs, kind)
-                if kind == UNTRAINED:
-                    mine["untrained"] = theirs["r2"]
+    def numbers(self, site: str, fits: Mapping[str, Mapping[str, ValueFit]]) -> None:
+        """Add the rows of every numeric label at one site; ``fits`` has probes by control and label."""
+        for label, y in self.data.numbers.items():
+            for control, found in fits.items():
+                truth = self.controls[label] if control == CONTROL else y
+                row = self._number(site, label, control, found[label], truth)
+                if control == TASK:
+                    mine = row
+                    self.out.coefs[key(row)] = found[label].coef[None]
+                    self.out.intercepts[key(row)] = found[label].intercept[None]
+                    row.update(self.beside.get(label, {}))
+                elif control == UNTRAINED:
+                    mine["untrained"] = row["r2"]
                 else:
-                    mine["selectivity"] = mine["r2"] - theirs["r2"]
+                    mine["selectivity"] = mine["r2"] - row["r2"]
 
     def embedding(self) -> None:
         """Beside every task row the score of the embedding, where that is among the sites."""
@@ -107,16 +101,19 @@ class Recorder:
             if first:
                 row["embedding"] = first[0]["r2" if row["kind"] == "regression" else "accuracy"]
 
-    def _number(self, row: Mapping[str, Any], control: str) -> dict[str, Any]:
-        about = {
-            "site": row["site"], "layer": self.data.layers.get(row["site"]), "label": row["label"], "seed": self.seed,
-            "control": control, "kind": "regression",
+    def _number(self, site: str, label: str, control: str, fit: ValueFit, y: Tensor) -> dict[str, Any]:
+        keep = self.data.mask[self.split.test]
+        truth = y[self.split.test][keep].double()
+        groups = self.data.groups[self.split.test]
+        r2, low, high = r2_interval(fit.guess, truth, keep, groups, self.n_boot, self.seed)
+        row = {
+            "site": site, "layer": self.data.layers.get(site), "label": label, "seed": self.seed,
+            "control": control, "kind": "regression", "r2": r2, "lo": low, "hi": high,
+            "mse": (fit.guess - truth).square().mean().item(), "alpha": fit.alpha,
+            "n_train": fit.n_rows[0], "n_val": fit.n_rows[1], "n_test": len(truth),
         }  # fmt: skip
-        kept = ["r2", "lo", "hi", "alpha", "n_train", "n_val", "n_test"]
-        kept += ["position", "last_w"] if control == TASK else []
-        new = {**about, **{name: row[name] for name in kept if name in row}}
-        self.out.rows.append(new)
-        return new
+        self.out.rows.append(row)
+        return row
 
     def _row(
         self, site: str, label: str, control: str, fitted: Fitted, task: str, y: Tensor
@@ -145,43 +142,6 @@ class Recorder:
         return row
 
 
-def share_interval(
-    right: Tensor, keep: Tensor, groups: Tensor, n_boot: int, seed: int
-) -> tuple[float, float]:
-    """Interval of the share that is right among the positions that count, over groups.
-
-    Over the sequences where they are all of one group.
-
-    Args:
-        right: Where a guess counts and is right. (n, pos)
-        keep: Where guesses count. (n, pos)
-        groups: What a resample draws together. (n,)
-        n_boot: Resamples.
-        seed: Of the resamples.
-    """
-    from probelens.numerics.stats import ratio_of_means
-
-    hits, counted = by_group(groups, right.double().sum(1), keep.double().sum(1))
-    found = ratio_of_means(hits[None], counted[None], n_draws=n_boot, seed=seed)
-    return float(found.low), float(found.high)
-
-
-def by_group(groups: Tensor, *per_sequence: Tensor) -> list[Tensor]:
-    """Sums of each group's sequences, of the groups in which something counts by the last; each sequence by itself
-    where there is one such group only. each (group,)"""
-    counts = per_sequence[-1] > 0
-    if len(groups[counts].unique()) < 2:
-        return [values[counts] for values in per_sequence]
-    held, where = groups[counts].unique(return_inverse=True)
-    empty = torch.zeros(len(held), dtype=torch.float64)
-    return [empty.index_add(0, where, values[counts].double()) for values in per_sequence]
-
-
-def key(row: Mapping[str, Any]) -> str:
-    """The name under which tensors of a row are kept."""
-    return f"{row['site']}|{row['label']}|{row['seed']}|{row['control']}"
-
-
 def _whole(data: Data, most: int | None, seed: int) -> Tensor:
     """The mask, or with ``most`` the mask of as many groups at random as stay within so many rows. (n, pos)"""
     if most is None or int(data.mask.sum()) <= most:
@@ -198,10 +158,12 @@ def _whole(data: Data, most: int | None, seed: int) -> Tensor:
 
 
 def guesses(data: Data, split: Split, w: int) -> dict[str, dict[str, float]]:
-    """Accuracy on test of the majority class and, with tokens, of position and of the last w tokens."""
-    from probelens.tasks.baselines import baselines
+    """Test scores of guesses without activations, by label.
 
-    out: dict[str, dict[str, float]] = {}
+    For classes the accuracy of the majority class and, with tokens, of position and of the last w tokens; for
+    numbers R² of position and of the last w tokens.
+    """
+    out = {label: value_guesses(data, y, split, w) for label, y in data.numbers.items()}
     train, test = split.train, split.test
     for label, y in data.labels.items():
         if data.tokens is not None:

@@ -109,20 +109,31 @@ class Result:
         try:
             content = json.loads(header)
             name, fields = content["class"], content["fields"]
+            fields = {key: _unpack(value, tensors) for key, value in fields.items()}
             if name != cls.__name__:
-                raise StoreError(f"{str(path)!r} holds a {name}, not a {cls.__name__}: use {name}.load().")
+                former = cls._read_former(name, fields)
+                if former is None:
+                    raise StoreError(
+                        f"{str(path)!r} holds a {name}, not a {cls.__name__}: use {name}.load()."
+                    )
+                fields = former
             known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
             if set(fields) - known:
                 raise StoreError(
                     f"{str(path)!r} has fields that this version's {cls.__name__} doesn't know: "
                     f"{sorted(set(fields) - known)}. It was written by another version of probelens."
                 )
-            return _build(cls, {key: _unpack(value, tensors) for key, value in fields.items()})
+            return _build(cls, fields)
         except StoreError:
             raise
         except Exception as err:
             said_why = str(err)[:300]
             raise StoreError(f"{str(path)!r} is damaged: {type(err).__name__}: {said_why}") from err
+
+    @classmethod
+    def _read_former(cls, name: str, fields: dict[str, Any]) -> dict[str, Any] | None:
+        """This class's fields from those of a class of another name that it has replaced; None for any other."""
+        return None
 
 
 def _short(value: Any) -> str:

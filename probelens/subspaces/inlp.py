@@ -12,7 +12,7 @@ from torch import Tensor
 from probelens.errors import InputError, ShapeError
 from probelens.numerics.linalg import orthonormal_rows
 from probelens.numerics.tensors import flat_rows, tensor_of
-from probelens.probing.chance import slack
+from probelens.probing.refit import chance_margin
 from probelens.subspaces.subspace import Subspace
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def inlp(
     while True:
         fit = rows.fit(shared, choices if C is None else (C,), tol)
         accuracy = rows.accuracy(fit, "test")
-        if accuracy <= chance + slack(chance, margin):
+        if accuracy <= chance + chance_margin(chance, margin):
             fit = rows.fit(shared, choices, min(tol, 1e-3))
             accuracy = rows.accuracy(fit, "test")
         C = fit.C
@@ -158,7 +158,7 @@ def inlp(
             }
         )  # fmt: skip
         found = _new_directions(fit.softmax()[0], removed)[: budget - len(removed)]
-        if accuracy <= chance + slack(chance, margin):
+        if accuracy <= chance + chance_margin(chance, margin):
             stopped = "at chance"
         elif len(removed) >= budget:
             stopped = "max_rank"

@@ -35,7 +35,6 @@ INSIDE = {
     "probelens.probing.solvers.factor": {"as_features"},
     "probelens.probing.mdl": {"PORTIONS"},
     "probelens.probing.mlp": {"mlp_accuracy"},
-    "probelens.probing.values": {"DEFAULT_ALPHAS"},
     "probelens.probing.solvers.logistic": {"DEFAULT_CS"},
     "probelens.probing.splits": {"FRACTIONS"},
     "probelens.tasks.data": {"IGNORE"},

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import probelens as pl
 from probelens.errors import InputError, ShapeError
-from probelens.probing import control_labels, online_codelength, probe_values, refit_accuracy, split_by_group
+from probelens.probing import control_labels, online_codelength, refit_accuracy, split_by_group
 from probelens.probing.refit import refit_check
 from probelens.probing.splits import real_tokens
 from probelens.tasks import Dyck, Parity
@@ -305,10 +305,10 @@ def test_a_label_of_numbers_is_scored_by_r2_beside_labels_of_classes() -> None:
     assert result.r2(site, "value") == pytest.approx(1 - 0.25 / 5.25, abs=0.02)
     assert row["lo"] <= row["r2"] <= row["hi"]
     assert abs(row["embedding"]) < 0.05
-    alone = probe_values({"s": x}, value, seed=2, n_boot=50)
+    alone = pl.probe({"s": x}, value, seed=2, n_boot=50)
     assert row["r2"] == pytest.approx(alone.r2("s"), abs=1e-6)
     assert row["position"] == pytest.approx(alone.rows[0]["position"], abs=1e-6)
-    assert torch.allclose(result.coef(site, "value"), alone.coef("s")[None])
+    assert torch.allclose(result.coef(site, "value"), alone.coef("s"))
     assert result.best("value")["site"] == site
     guess = x @ result.coef(site, "value")[0] + result.intercept(site, "value")
     split = split_by_group(torch.arange(N), seed=2)

@@ -129,12 +129,6 @@ class Made:
 
         return TrainState.load(self.folder / STATE_FILE)
 
-    def _ValueProbeResult(self) -> Result:
-        from probelens.probing import probe_values
-
-        values = torch.rand(12, 11, generator=torch.Generator().manual_seed(0))
-        return probe_values(self.acts, {"value": values}, self.batch.groups, mask=self.batch.mask)
-
     def _VerifyReport(self) -> Result:
         return self.model.verify()
 

@@ -452,8 +452,8 @@ def test_widths_leave_room_for_every_token_and_every_class() -> None:
     [
         (lambda: Parity().sample(0), "n=0 must be a whole number, at least 1"),
         (lambda: Parity().sample(-3), "n=-3"),
-        (lambda: Parity().sample(True), "n=True is a bool"),
-        (lambda: Parity().sample(2.0), "n=2.0 is a float"),
+        (lambda: Parity().sample(True), "n=True must be a whole number"),
+        (lambda: Parity().sample(2.0), "n=2.0 must be a whole number"),
         (lambda: Parity().sample(1, length=-1), "length=-1"),
         (lambda: Parity().sample(1, length=0), "length=0"),
         (lambda: Parity().sample(1, seed=-1), "seed=-1"),

@@ -179,7 +179,6 @@ CALLS: dict[str, Callable[[Some], Any]] = {
     "probing.MLPProbe": lambda s: probing.MLPProbe(max_epochs=1).fit(s.x, s.y, s.x, s.y),
     "probing.online_codelength": lambda s: probing.online_codelength(s.x, s.y),
     "probing.probe": lambda s: pl.probe(*s.sequences(), mask=s.pick(None, s.mask), n_boot=s.pick(0, 1, 10)),
-    "probing.probe_values": lambda s: probing.probe_values(*s.sequences(), mask=s.pick(None, s.mask), n_boot=5),
     "probing.refit_accuracy": lambda s: probing.refit_accuracy(
         s.x, s.x, s.y, s.pick(s.mask, torch.ones(np.shape(s.y), dtype=torch.bool)), torch.arange(s.pick(4, 6)), mlp=False
     ),

@@ -1,0 +1,82 @@
+"""Intervals of accuracies and of R² over the groups of the test sequences."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from probelens.errors import InputError
+from probelens.numerics.stats import ratio_of_means
+
+__all__ = ["by_group", "r2_interval", "share_interval"]
+
+
+def by_group(groups: Tensor, *per_sequence: Tensor) -> list[Tensor]:
+    """Sums over the sequences of each group, for the groups in which something counts.
+
+    Args:
+        groups: Group of each sequence. (n,)
+        *per_sequence: What is summed; the last one says how much counts in each sequence. each (n,)
+
+    Returns:
+        One sum per group; one value per sequence where only one group counts. each (group,)
+    """
+    counts = per_sequence[-1] > 0
+    if len(groups[counts].unique()) < 2:
+        return [values[counts] for values in per_sequence]
+    kept, where = groups[counts].unique(return_inverse=True)
+    empty = torch.zeros(len(kept), dtype=torch.float64)
+    return [empty.index_add(0, where, values[counts].double()) for values in per_sequence]
+
+
+def share_interval(
+    right: Tensor, keep: Tensor, groups: Tensor, n_boot: int, seed: int
+) -> tuple[float, float]:
+    """The 95 % interval of the share of right guesses, over groups.
+
+    Args:
+        right: Where a guess counts and is right. (n, pos)
+        keep: Where guesses count. (n, pos)
+        groups: What a resample draws together. (n,)
+        n_boot: Number of resamples.
+        seed: Of the resamples.
+
+    Returns:
+        Both ends.
+    """
+    hits, counted = by_group(groups, right.double().sum(1), keep.double().sum(1))
+    found = ratio_of_means(hits[None], counted[None], n_draws=n_boot, seed=seed)
+    return float(found.low), float(found.high)
+
+
+def r2_interval(
+    guess: Tensor, truth: Tensor, keep: Tensor, groups: Tensor, n_boot: int, seed: int
+) -> tuple[float, float, float]:
+    """R² of guessed numbers, with its 95 % interval over groups.
+
+    Args:
+        guess: Guesses where they count, in order. (row,)
+        truth: Labels there. (row,)
+        keep: Where guesses count. (n, pos)
+        groups: What a resample draws together. (n,)
+        n_boot: Number of resamples.
+        seed: Of the resamples.
+
+    Returns:
+        R² and both ends.
+
+    Raises:
+        InputError: All test values are equal.
+    """
+
+    def per_sequence(values: Tensor) -> Tensor:
+        table = torch.zeros(keep.shape, dtype=torch.float64)
+        table[keep] = values
+        return table.sum(1)
+
+    wrong, spread = per_sequence((guess - truth).square()), per_sequence((truth - truth.mean()).square())
+    if not bool(spread.sum() > 0):
+        raise InputError("all test values are equal, so R² is undefined. Give more sequences.")
+    wrong, spread, _ = by_group(groups, wrong, spread, keep.double().sum(1))
+    found = ratio_of_means(wrong[None], spread[None], n_draws=n_boot, seed=seed)
+    return 1 - float(found.estimate), 1 - float(found.high), 1 - float(found.low)

@@ -1,0 +1,272 @@
+"""The result of ``probe``: how well each label can be read at each site, beside its baselines and controls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from probelens.errors import InputError, UnknownHookError, nearest
+from probelens.results.result import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+__all__ = ["CONTROL", "TASK", "UNTRAINED", "ProbeResult", "key"]
+
+TASK, CONTROL, UNTRAINED = "task", "control_task", "untrained"
+
+
+def key(row: Mapping[str, Any]) -> str:
+    """The name under which a result keeps the tensors of a row."""
+    return f"{row['site']}|{row['label']}|{row['seed']}|{row['control']}"
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeResult(Result):
+    """How well labels can be read linearly at each site.
+
+    Args:
+        rows: One for each site, label, seed and control: site, layer, label, seed, control ("task",
+            "untrained", "control_task"), kind, lo, hi (95 % interval over groups), n_train, n_val, n_test. A
+            label of class ids (kind "classification") has accuracy, balanced_accuracy, C, n_classes,
+            converged; a label of numbers (kind "regression") has r2, mse (mean squared error, in the
+            label's unit squared) and alpha. On "task" rows also, where they are known or were asked for,
+            in the unit of accuracy or r2: majority, position, last_w, embedding (the site of layer −1),
+            untrained, selectivity; and codelength, uniform_codelength, compression.
+        coefs: Directions of each task probe in the space of the activations, one row per class, one for a
+            number. (class, d)
+        intercepts: (class,)
+        means: Mean activation of the training rows at each site and seed. (d,)
+        by_sequence: Accuracy of each test sequence, for every row of class ids. (sequence,)
+        by_position: Accuracy at each position, NaN where no row counts. (pos,)
+        by_class: Recall of each class, NaN where absent from test. (class,)
+        extra: What the caller wants to keep with the result; saved and loaded with it.
+    """
+
+    rows: list[dict[str, Any]]
+    coefs: dict[str, Tensor]
+    intercepts: dict[str, Tensor]
+    means: dict[str, Tensor]
+    by_sequence: dict[str, Tensor]
+    by_position: dict[str, Tensor]
+    by_class: dict[str, Tensor]
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def sites(self) -> list[str]:
+        """Sites, in the order given."""
+        return list(dict.fromkeys(row["site"] for row in self.rows))
+
+    @property
+    def labels(self) -> list[str]:
+        """Labels, in the order given."""
+        return list(dict.fromkeys(row["label"] for row in self.rows))
+
+    @property
+    def seeds(self) -> list[int]:
+        """Seeds of the split."""
+        return list(dict.fromkeys(row["seed"] for row in self.rows))
+
+    def row(
+        self, site: str, label: str | None = None, seed: int | None = None, control: str = TASK
+    ) -> dict[str, Any]:
+        """The row of one probe.
+
+        Args:
+            site: Hook point.
+            label: Label; None if there is only one.
+            seed: Seed; None for the first.
+            control: "task", "untrained" or "control_task".
+
+        Returns:
+            What is in ``rows``.
+
+        Raises:
+            UnknownHookError: No such site.
+            InputError: No such label, seed or control.
+        """
+        if site not in self.sites:
+            raise UnknownHookError(
+                f"site {site!r} was not probed. Nearest: {nearest(site, self.sites) or self.sites[:5]}"
+            )
+        label, seed = self._label(label), self.seeds[0] if seed is None else seed
+        for row in self.rows:
+            if (row["site"], row["label"], row["seed"], row["control"]) == (site, label, seed, control):
+                return row
+        raise InputError(
+            f"no probe of label {label!r}, seed {seed!r}, control {control!r}. Labels: {self.labels}, "
+            f"seeds: {self.seeds}, controls: {sorted({r['control'] for r in self.rows})}"
+        )
+
+    def accuracy(
+        self, site: str, label: str | None = None, seed: int | None = None, control: str = TASK
+    ) -> float:
+        """Test accuracy of one probe.
+
+        Args:
+            site: Hook point.
+            label: Label; None if there is only one.
+            seed: Seed; None for the first.
+            control: "task", "untrained" or "control_task".
+
+        Returns:
+            Share of the test positions that are right, 0 to 1.
+
+        Raises:
+            InputError: The label is a number.
+        """
+        return float(self._score(self.row(site, label, seed, control), "accuracy"))
+
+    def r2(self, site: str, label: str | None = None, seed: int | None = None, control: str = TASK) -> float:
+        """Share of the variance of a numeric label that a ridge probe explains on test.
+
+        Args:
+            site: Hook point.
+            label: Label; None if there is only one.
+            seed: Seed; None for the first.
+            control: "task", "untrained" or "control_task".
+
+        Returns:
+            At most 1; below 0 where the mean of the test rows would do better.
+
+        Raises:
+            InputError: The label is a class.
+        """
+        return float(self._score(self.row(site, label, seed, control), "r2"))
+
+    def _score(self, row: Mapping[str, Any], name: str) -> float:
+        if name not in row:
+            other = "r2" if name == "accuracy" else "accuracy"
+            raise InputError(
+                f"label {row['label']!r} has no {name}, as its kind is {row['kind']}: ask for {other}"
+            )
+        return float(row[name])
+
+    def coef(self, site: str, label: str | None = None, seed: int | None = None) -> Tensor:
+        """Directions of a probe in the space of the activations, one row a class.
+
+        Args:
+            site: Hook point.
+            label: Label; None if there is only one.
+            seed: Seed; None for the first.
+
+        Returns:
+            Directions. (class, d)
+        """
+        return self.coefs[key(self.row(site, label, seed))]
+
+    def intercept(self, site: str, label: str | None = None, seed: int | None = None) -> Tensor:
+        """Intercepts that belong to ``coef``.
+
+        Args:
+            site: Hook point.
+            label: Label; None if there is only one.
+            seed: Seed; None for the first.
+
+        Returns:
+            Intercepts. (class,)
+        """
+        return self.intercepts[key(self.row(site, label, seed))]
+
+    def mean(self, site: str, seed: int | None = None) -> Tensor:
+        """Mean activation of the training rows.
+
+        Args:
+            site: Hook point.
+            seed: Seed; None for the first.
+
+        Returns:
+            The mean. (d,)
+
+        Raises:
+            InputError: The result was saved by a version that kept no means.
+        """
+        row = self.row(site, self.labels[0], seed)
+        name = f"{row['site']}|{row['seed']}"
+        if name not in self.means:
+            raise InputError("this result was saved without mean activations: probe again, or give the mean")
+        return self.means[name]
+
+    def best(self, label: str | None = None) -> dict[str, Any]:
+        """The row with the highest test accuracy or R², the earliest of equals.
+
+        Args:
+            label: Label; None if there is only one.
+
+        Returns:
+            A row, as in ``rows``, of the probes of the task.
+        """
+        label = self._label(label)
+        rows = [r for r in self.rows if r["label"] == label and r["control"] == TASK]
+        return max(rows, key=lambda r: r["accuracy"] if "accuracy" in r else r["r2"])
+
+    def sequences(self, label: str | None = None, seed: int | None = None, control: str = TASK) -> Tensor:
+        """Accuracy of each test sequence at each site.
+
+        Args:
+            label: Label; None if there is only one.
+            seed: Seed; None for the first.
+            control: "task", "untrained" or "control_task".
+
+        Returns:
+            Accuracies, sites in order. (sequence, site)
+
+        Raises:
+            InputError: The label is a number.
+        """
+        rows = [self.row(s, label, seed, control) for s in self.sites]
+        self._score(rows[0], "accuracy")
+        return torch.stack([self.by_sequence[key(row)] for row in rows], 1)
+
+    def _label(self, label: str | None) -> str:
+        if label is None and len(self.labels) == 1:
+            return self.labels[0]
+        if label not in self.labels:
+            raise InputError(f"label {label!r}: this result has {self.labels}. Give one of them.")
+        return label
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """One row a site, label, seed and control."""
+        import pandas as pd
+
+        return pd.DataFrame(self.rows)
+
+    def plot(self, title: str | None = None, label: str | None = None) -> go.Figure:
+        """Accuracy by layer with intervals, baselines and the untrained model; one panel per label.
+
+        Args:
+            title: Shown above the figure.
+            label: This label alone, R² if it is a number. None: all classes, or where there are
+                none all numbers.
+
+        Returns:
+            A line chart.
+        """
+        from probelens.results import plots
+
+        table = self.to_dataframe()
+        table = table[(table["control"] == TASK) & (table["seed"] == self.seeds[0])]
+        if label is not None:
+            table = table[table["label"] == self._label(label)]
+        classes = table["kind"] == "classification"
+        scale: dict[str, Any] = {} if classes.any() else {"y": "r2", "y_label": "R²", "percent": False}
+        table = table[classes] if classes.any() else table
+        facet = "label" if table["label"].nunique() > 1 else None
+        return plots.layer_profile(table, facet=facet, title=title, **scale)
+
+    @classmethod
+    def _read_former(cls, name: str, fields: dict[str, Any]) -> dict[str, Any] | None:
+        """Fields of a ValueProbeResult, which earlier versions saved for numeric labels."""
+        if name != "ValueProbeResult":
+            return super()._read_former(name, fields)
+        rows = [{**row, "control": TASK, "kind": "regression"} for row in fields["rows"]]
+        kept = {
+            part: {f"{k}|{TASK}": t[None] for k, t in fields[part].items()}
+            for part in ("coefs", "intercepts")
+        }
+        return {"rows": rows, **kept, "means": {}, "by_sequence": {}, "by_position": {}, "by_class": {}}
