@@ -7,8 +7,8 @@ A recipe is a module with a dataclass ``Config``, a dict ``PRESETS`` of changes 
 
 RECIPES: dict[str, str] = {
     "quickstart": "probelens.examples.quickstart",
-    "paper-formal": "probelens.examples.refit_the_probe.formal",
-    "paper-pretrain": "probelens.examples.refit_the_probe.pretrain",
-    "paper-pretrained": "probelens.examples.refit_the_probe.pretrained",
-    "paper-code-depth": "probelens.examples.refit_the_probe.code_depth",
+    "paper-formal": "probelens.examples.refit_the_probe.formal.recipe",
+    "paper-pretrain": "probelens.examples.refit_the_probe.pretraining.recipe",
+    "paper-pretrained": "probelens.examples.refit_the_probe.pretrained.recipe",
+    "paper-code-depth": "probelens.examples.refit_the_probe.code_depth.recipe",
 }

@@ -9,10 +9,14 @@ import pandas as pd
 import pytest
 
 import probelens as pl
-from probelens.examples.refit_the_probe import formal, formal_report, publish
-from probelens.examples.refit_the_probe.claims import claims
-from probelens.examples.refit_the_probe.figures import FIGURES, over_seeds
-from probelens.examples.refit_the_probe.running import command_of, told, unfinished
+from probelens.examples.refit_the_probe import publish
+from probelens.examples.refit_the_probe.formal import recipe as formal
+from probelens.examples.refit_the_probe.formal import tables
+from probelens.examples.refit_the_probe.formal.claims import claims
+from probelens.examples.refit_the_probe.formal.figures import FIGURES
+from probelens.examples.refit_the_probe.formal.rows import over_seeds
+from probelens.examples.refit_the_probe.shared.pages import exit_with_message
+from probelens.examples.refit_the_probe.shared.runs import command_of, unfinished
 from probelens.experiments import RunRecord
 from probelens.results.report import Claim
 
@@ -415,7 +419,7 @@ def test_what_is_published_can_be_published_again(tmp_path: Path) -> None:
     page = "A\n<!-- claims -->\nold\n<!-- end claims -->\nB\n<!-- cells -->\n<!-- end cells -->\nC\n"
     for source, n in (("rows.parquet", 1), ("small1.parquet", 2)):
         (tmp_path / f"{n}.md").write_text(page)
-        formal_report.main(
+        publish.main(
             [
                 str(tmp_path / source),
                 "--data",
@@ -443,7 +447,7 @@ def test_runs_are_published_together_and_a_model_in_both_is_the_later_one(tmp_pa
     pd.DataFrame([*trained("gru", 700), *trained("mamba", 900)]).to_parquet(tmp_path / "second.parquet")
     page = tmp_path / "page.md"
     page.write_text("<!-- cells -->\n<!-- end cells -->\n")
-    formal_report.main([str(tmp_path / f"{n}.parquet") for n in ("first", "second")] + ["--page", str(page)])
+    publish.main([str(tmp_path / f"{n}.parquet") for n in ("first", "second")] + ["--page", str(page)])
     said = [line.split(" | ")[:3] for line in page.read_text().splitlines() if "Parity" in line]
     assert said == [
         ["| Mamba Parity", "0", "900"],
@@ -457,16 +461,16 @@ def test_rows_that_are_not_there_or_of_another_recipe_are_refused(tmp_path: Path
     with pytest.raises(
         pl.StoreError, match=r"lacks the columns task, train_seed.*isn't a run of this recipe"
     ):
-        formal_report.main([str(tmp_path / "other.parquet")])
+        publish.main([str(tmp_path / "other.parquet")])
     with pytest.raises(pl.StoreError, match=r"no rows at .*none\.parquet"):
-        formal_report.main([str(tmp_path / "none.parquet")])
+        publish.main([str(tmp_path / "none.parquet")])
 
 
 def test_the_tables_of_the_page_are_those_of_its_rows() -> None:
     docs = Path(__file__).resolve().parents[2] / "docs"
     page = (docs / "paper.md").read_text(encoding="utf-8")
     rows = pd.read_parquet(docs / "data" / "paper" / "formal.parquet")
-    assert formal_report.filled(page, rows) == page
+    assert publish.filled(page, rows) == page
     for name in FIGURES:
         assert f"figures/paper/{name}.svg" in page
         assert (docs / "figures" / "paper" / f"{name}.svg").is_file()
@@ -479,7 +483,7 @@ def test_the_controls_of_a_probe_stand_beside_it() -> None:
         rows.append({**about, "control": "task", "accuracy": 0.9, "majority": 0.4, "position": 0.45, "last_w": 0.8,
                      "selectivity": selectivity, "compression": compression})  # fmt: skip
         rows.append({**about, "control": "control_task", "accuracy": 0.6})
-    table = formal_report.controls_table(pd.DataFrame(rows))
+    table = tables.controls_table(pd.DataFrame(rows))
     assert "| LSTM Dyck: top | 0.40 | 0.45 | 0.80 | 0.00 0.25 | 1.0 1.5 |" in table
 
 
@@ -505,11 +509,11 @@ def test_publishing_says_in_a_sentence_what_it_cannot_use(
     page = tmp_path / "page.md"
     page.write_text("no marks")
     with pytest.raises(pl.InputError, match="no table to write"):
-        formal_report.main([str(docs / "data/paper/formal.parquet"), "--page", str(page)])
-    with pytest.raises(pl.InputError, match="two recipes"):
+        publish.main([str(docs / "data/paper/formal.parquet"), "--page", str(page)])
+    with pytest.raises(pl.InputError, match="several recipes"):
         publish.main([str(docs / f"data/paper/{name}.parquet") for name in ("code", "pretrained")])
     with pytest.raises(SystemExit) as end:
-        told(lambda: publish.main([str(tmp_path / "none.parquet")]))
+        exit_with_message(lambda: publish.main([str(tmp_path / "none.parquet")]))
     assert end.value.code == 2
     assert "no rows at" in capsys.readouterr().err
 

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 import probelens as pl
-from probelens.examples.refit_the_probe import formal
+from probelens.examples.refit_the_probe.formal import recipe as formal
 from probelens.experiments import RunRecord, Store
 
 SMOKE = formal.Config(**formal.PRESETS["smoke"])  # type: ignore[arg-type]

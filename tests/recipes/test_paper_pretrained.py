@@ -16,11 +16,17 @@ import torch
 
 import probelens as pl
 from probelens.cli.main import main
-from probelens.examples.refit_the_probe import code_depth, pretrain, pretrained, pretrained_report, publish
-from probelens.examples.refit_the_probe.corpus import END, NextToken, held_out, make_tokenizer
-from probelens.examples.refit_the_probe.running import identity, mixed
-from probelens.examples.refit_the_probe.setup import make_task
-from probelens.examples.refit_the_probe.words import ANSWER, InVocabulary
+from probelens.examples.refit_the_probe import publish
+from probelens.examples.refit_the_probe.code_depth import readings
+from probelens.examples.refit_the_probe.code_depth import recipe as code_depth
+from probelens.examples.refit_the_probe.pretrained import recipe as pretrained
+from probelens.examples.refit_the_probe.pretrained import report as pretrained_report
+from probelens.examples.refit_the_probe.pretrained.words import ANSWER, InVocabulary
+from probelens.examples.refit_the_probe.pretraining import recipe as pretrain
+from probelens.examples.refit_the_probe.pretraining.text import END, NextToken, make_tokenizer
+from probelens.examples.refit_the_probe.shared.corpus import held_out
+from probelens.examples.refit_the_probe.shared.models import identity, mixed
+from probelens.examples.refit_the_probe.shared.setup import make_task
 from probelens.experiments import RunRecord, Store
 
 # The last three are among those that are kept from pretraining.
@@ -386,7 +392,7 @@ def test_balanced_accuracy_is_that_of_scikit_learns_probabilities_over_the_class
     batch, x = planted(300)
     acts = pl.Activations({"a": x}, {"a": 0}, mask=batch.mask, tokens=batch.tokens)
     found = pl.probe(acts, batch.labels, batch.groups, mask=batch.mask, tokens=batch.tokens)
-    own = code_depth.Readings.of(found, acts, batch, "depth", 0)
+    own = readings.Readings.of(found, acts, batch, "depth", 0)
     split = split_by_group(batch.groups, seed=0)
     parts = [
         (x[i][batch.mask[i]].numpy(), batch.labels["depth"][i][batch.mask[i]].numpy())
@@ -408,14 +414,14 @@ def test_guesses_use_what_they_may_and_nothing_else() -> None:
     batch, x = planted(300)
     acts = pl.Activations({"a": x}, {"a": 0}, mask=batch.mask, tokens=batch.tokens)
     found = pl.probe(acts, batch.labels, batch.groups, mask=batch.mask, tokens=batch.tokens)
-    guesses = code_depth.Readings.of(found, acts, batch, "depth", 0).guesses
+    guesses = readings.Readings.of(found, acts, batch, "depth", 0).guesses
     assert guesses["last_w"] > 0.95, "the label is a matter of the last token"
     assert guesses["majority"] == 0.5
     assert guesses["position"] == pytest.approx(0.5, abs=0.07)
     by_place = dataclasses.replace(
         batch, labels={"depth": (torch.arange(20) >= 10).long().expand(300, 20).contiguous()}
     )
-    guessed = code_depth.guess(by_place, by_place, "depth", 0, 2)
+    guessed = readings.guess(by_place, by_place, "depth", 0, 2)
     assert guessed[batch.mask].equal(by_place.labels["depth"][batch.mask])
 
 
@@ -439,13 +445,13 @@ def test_code_depth_reads_only_what_was_held_out(monkeypatch: pytest.MonkeyPatch
 def test_a_draw_without_the_rarest_class_is_no_draw_of_the_same_task() -> None:
     counts = torch.tensor([[10.0, 0.0]] * 19 + [[10.0, 4.0]], dtype=torch.float64)
     hits = torch.stack([counts * torch.tensor([1.0, 0.0]), counts * torch.tensor([0.5, 1.0])])
-    drawn = code_depth.resampled(hits, counts, seed=0)
-    assert drawn.shape == (code_depth.DRAWS, 2)
+    drawn = readings.resampled(hits, counts, seed=0)
+    assert drawn.shape == (readings.DRAWS, 2)
     # The class of one module alone is always answered wrong at the first site, so no draw may do better than half.
-    assert torch.equal(drawn[:, 0], torch.full((code_depth.DRAWS,), 0.5, dtype=torch.float64))
-    assert torch.equal(drawn[:, 1], torch.full((code_depth.DRAWS,), 0.75, dtype=torch.float64))
+    assert torch.equal(drawn[:, 0], torch.full((readings.DRAWS,), 0.5, dtype=torch.float64))
+    assert torch.equal(drawn[:, 1], torch.full((readings.DRAWS,), 0.75, dtype=torch.float64))
     many = 10 * torch.rand(3, 40, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    spread = code_depth.resampled(many, torch.full((40, 2), 10.0, dtype=torch.float64), seed=0)
+    spread = readings.resampled(many, torch.full((40, 2), 10.0, dtype=torch.float64), seed=0)
     middle = (many.sum(1) / 400).mean(-1)
     assert torch.allclose(spread.mean(0), middle, atol=0.01), "an interval lies around its estimate"
     assert (spread.std(0) > 0.01).all()
@@ -453,8 +459,8 @@ def test_a_draw_without_the_rarest_class_is_no_draw_of_the_same_task() -> None:
 
 def test_a_class_of_hardly_any_module_has_no_share_in_balanced_accuracy() -> None:
     asked = torch.tensor([[9.0, 4.0, 0.0], [9.0, 4.0, 2.0], [9.0, 4.0, 0.0], [9.0, 0.0, 0.0]])
-    assert code_depth.counted(asked).tolist() == [True, True, False]
-    assert code_depth.counted(asked[:2]).tolist() == [True, True, True], "with two modules there is no choice"
+    assert readings.counted(asked).tolist() == [True, True, False]
+    assert readings.counted(asked[:2]).tolist() == [True, True, True], "with two modules there is no choice"
 
 
 def test_the_tables_of_the_page_are_those_of_its_rows() -> None:

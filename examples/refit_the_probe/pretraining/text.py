@@ -1,8 +1,4 @@
-"""Python source as token ids: which modules models are pretrained on, a tokenizer for them, next-token prediction.
-
-Modules of the standard library are told apart by a hash of their name: on `held_out` ones no model of this
-folder is pretrained, so that Code-Depth can be probed on code that none of them has seen.
-"""
+"""Text to pretrain on: a tokenizer learned from it, and next-token prediction as a task."""
 
 from __future__ import annotations
 
@@ -13,34 +9,10 @@ from typing import Any
 import numpy as np
 
 import probelens as pl
-from probelens.tasks.code import corpus as _corpus
 
-__all__ = ["END", "NextToken", "functions", "held_out", "make_tokenizer"]
+__all__ = ["END", "NextToken", "make_tokenizer"]
 
 END = "<|endoftext|>"
-HELD_OUT = 0.3  # share of the modules
-
-
-def held_out(module: str) -> bool:
-    """Whether a module of the standard library is kept from pretraining.
-
-    Examples:
-        >>> held_out("unittest"), held_out("json")
-        (True, False)
-    """
-    digest = hashlib.blake2b(f"refit the probe/{module}".encode(), digest_size=7).digest()
-    return int.from_bytes(digest, "big") / 2**56 < HELD_OUT
-
-
-def functions(corpus: Any = "stdlib", max_chars: int = 4000) -> list[tuple[str, str]]:
-    """Module (or repository) and text of every function of a corpus, in order, each text once.
-
-    Args:
-        corpus: As for `probelens.tasks.CodeDepth`.
-        max_chars: Longer functions are left out.
-    """
-    found = _corpus.load(corpus, 80, max_chars)
-    return [(found.names[group], code) for group, code in zip(found.groups, found.codes, strict=True)]
 
 
 def make_tokenizer(texts: Iterable[str], size: int) -> Any:

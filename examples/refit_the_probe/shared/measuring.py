@@ -5,7 +5,6 @@ A part that is in the folder is not measured again, so a cell that was killed go
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 import probelens as pl
 from probelens.ablation.erase import ErasureResult
 from probelens.ablation.scoring import CONTROLS, Control
-from probelens.examples.refit_the_probe.setup import LABELS, PAIRS, PROBED, build, make_task, training
+from probelens.examples.refit_the_probe.shared.setup import LABELS, PAIRS, PROBED, RANKS, build
 from probelens.experiments import Status
 from probelens.hooks.shorthand import LAYER_AXIS
 from probelens.models.evaluation import EvalResult
@@ -24,52 +23,12 @@ from probelens.results.result import Result
 from probelens.running.collect import collect
 from probelens.subspaces.fitted import probe_rows
 
-__all__ = ["SPANS", "measure", "run_cell"]
+__all__ = ["BATCH", "SPANS", "Cell", "measure"]
 
 R = TypeVar("R", bound=Result)
 LATE = 16  # short prefixes recur in every split, so positions from here on are also reported apart
 SPANS = ("all", "late")
 BATCH = 100
-RANKS = (4, 16, 64)  # INLP to chance takes most of the space; the paper's stopped much earlier
-
-
-def run_cell(config: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Train and measure one cell.
-
-    Args:
-        config: As ``formal.Config.cells`` makes it.
-        folder: Where checkpoints and results stay.
-
-    Returns:
-        Every number as rows, told apart by the column ``kind``.
-    """
-    task, status = make_task(config["task"]), Status(folder)
-    model = build(config, task, config["seed"])
-
-    def show(step: Mapping[str, Any]) -> None:
-        said = f"accuracy {step['accuracy']:.2f} at length {step['length']}"
-        status.update("training, step", int(step["step"]), config["steps"], said)
-
-    trained = pl.training.train(
-        model, task, config=training(config), checkpoint_dir=folder / "train", progress=show,
-        backend="reference" if config["arch"] in ("mamba", "mamba2") else None,
-    )  # fmt: skip
-    trained.save(folder / "training.safetensors")
-    rows = _tidy("training", trained)
-    rows[-1] |= {"n_params": trained.n_params, "learned": trained.reached, "cpu_seconds": trained.cpu_seconds}
-    # One backend for every condition, since the cost of the convolution is a difference between conditions.
-    with model.backend("reference") if config["arch"] in ("mamba", "mamba2") else contextlib.nullcontext():
-        rows += measure(Cell(config, folder, model, task), status)
-    # Some tables have columns of these names themselves; what they say of the cell comes first, and wins.
-    return [{**about(config), **row, **about(config)} for row in rows]
-
-
-def about(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that say which cell a row is from."""
-    return {
-        "arch": config["arch"], "task": config["task"], "train_seed": config["seed"],
-        "embedding_std": config["embedding_std"], "convolution": config["convolution"],
-    }  # fmt: skip
 
 
 class Cell:

@@ -1,6 +1,6 @@
 """What the rows of the pretrained experiments say: the paper's claims beside ours, figures, one report.
 
-"Agrees" follows the rules of ``claim_rules``. Only cells that learned their task speak.
+"Agrees" follows the rules of ``shared.claims``. Only cells that learned their task count.
 """
 
 from __future__ import annotations
@@ -11,24 +11,23 @@ from typing import Any
 
 import pandas as pd
 
-from probelens.examples.refit_the_probe.claim_rules import every
-from probelens.examples.refit_the_probe.claims_using import (
+from probelens.examples.refit_the_probe.shared.claims import (
     INLP,
+    every,
     inlp_claim,
     readable,
     refit_claim,
     with_known,
 )
-from probelens.examples.refit_the_probe.running import best, command_of, each, unfinished, write_claims
-from probelens.examples.refit_the_probe.setup import LABELS, TITLES
-from probelens.examples.refit_the_probe.speaking import speaking
+from probelens.examples.refit_the_probe.shared.rows import best, each, learned_only
+from probelens.examples.refit_the_probe.shared.runs import command_of, unfinished, write_claims
+from probelens.examples.refit_the_probe.shared.setup import LABELS, TITLES, WHAT
 from probelens.experiments import RunRecord
 from probelens.results import plots
 from probelens.results.report import Chart, Claim, Section, Table, write_report
 
 __all__ = ["claims", "figures", "layers", "write"]
 
-WHAT = {"direction": "best direction", "rows": "all probe rows", "leace": "LEACE", "inlp": "INLP"}
 CELL = ("model", "task", "train_seed")
 LEARNED = 0.9  # at the trained length
 INERT = 0.002  # the paper's "no more than 0.2 %"
@@ -93,7 +92,7 @@ def claims(rows: pd.DataFrame) -> list[Claim]:
     Returns:
         A row for each, also where no cell can speak.
     """
-    heard = speaking(rows, CELL, LEARNED)
+    heard = learned_only(rows, CELL, LEARNED)
     at = layers(heard) if "ablation" in set(heard["kind"]) else pd.DataFrame()
     return [*_dyck(at), *_inert(heard), *_patching(heard), *_refit(heard), *_inlp(heard), *_apart(at)]
 
@@ -298,7 +297,7 @@ def write(rows: pd.DataFrame, config: Any, record: RunRecord) -> Path:
     write_claims(found, folder)
     own = answered(rows)[["model", "task", "train_seed", "length", "accuracy", "balanced_accuracy"]]
     tables = [Table("Accuracy of the fine-tuned models' answers", own, name="behaviour", open=True)]
-    heard = speaking(rows, CELL, LEARNED)
+    heard = learned_only(rows, CELL, LEARNED)
     if "ablation" in set(heard["kind"]):
         tables.append(Table("Most readable and most damaging layer", layers(heard), name="layers", open=True))
     sites = named(rows, "site")

@@ -8,20 +8,10 @@ from typing import Any
 
 import pandas as pd
 
-from probelens.examples.refit_the_probe.claim_rules import (
-    SOLVED,
-    Missing,
-    above,
-    combined,
-    every,
-    fits,
-    intervals,
-    rows_of,
-)
-from probelens.examples.refit_the_probe.figures import of_kind, over_seeds
-from probelens.examples.refit_the_probe.running import each
-from probelens.examples.refit_the_probe.setup import LABELS, NAMES, TITLES
-from probelens.examples.refit_the_probe.speaking import of_learned
+from probelens.examples.refit_the_probe.formal.rows import Missing, of_kind, over_seeds, rows_of
+from probelens.examples.refit_the_probe.shared.claims import SOLVED, above, combined, every, fits, intervals
+from probelens.examples.refit_the_probe.shared.rows import each, of_learned
+from probelens.examples.refit_the_probe.shared.setup import LABELS, NAMES, TITLES
 from probelens.numerics.indices import STATISTICS
 from probelens.results.report import Claim
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from probelens.examples.refit_the_probe.claim_rules import fits
-from probelens.examples.refit_the_probe.running import best, command_of, each, unfinished, write_claims
+from probelens.examples.refit_the_probe.shared.claims import fits
+from probelens.examples.refit_the_probe.shared.rows import best, each
+from probelens.examples.refit_the_probe.shared.runs import command_of, unfinished, write_claims
 from probelens.experiments import RunRecord
 from probelens.results import plots
 from probelens.results.report import Chart, Claim, Section, Table, write_report

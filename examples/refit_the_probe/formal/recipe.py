@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import probelens as pl
-from probelens.examples.refit_the_probe.formal_cell import run_cell
-from probelens.examples.refit_the_probe.running import finished_rows, run_cells
-from probelens.examples.refit_the_probe.setup import ARCHS, NAMES, TASKS, TITLES
+from probelens.examples.refit_the_probe.formal.cell import run_cell
+from probelens.examples.refit_the_probe.shared.rows import finished_rows
+from probelens.examples.refit_the_probe.shared.runs import run_cells
+from probelens.examples.refit_the_probe.shared.setup import ARCHS, NAMES, TASKS, TITLES
 from probelens.experiments import RunRecord
 from probelens.experiments.settings import at_least
 
@@ -179,6 +180,6 @@ def report(config: Config, record: RunRecord) -> Path:
     Raises:
         probelens.StoreError: No cell of the run is finished.
     """
-    from probelens.examples.refit_the_probe.formal_report import write
+    from probelens.examples.refit_the_probe.formal.report import write
 
     return write(finished_rows(config.out), config, record)

@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import pandas as pd
 
-from probelens.examples.refit_the_probe.claim_rules import (
-    MARGIN,
+from probelens.examples.refit_the_probe.formal.rows import LAST, Missing, over_seeds, rows_of
+from probelens.examples.refit_the_probe.shared.claims import (
+    INLP,
     MUCH,
     READABLE,
-    Missing,
     above,
     every,
+    inlp_claim,
     intervals,
-    recovered,
-    rows_of,
+    readable,
+    refit_claim,
+    with_known,
 )
-from probelens.examples.refit_the_probe.figures import LAST, over_seeds
-from probelens.examples.refit_the_probe.formal_cell import RANKS
-from probelens.examples.refit_the_probe.running import each
-from probelens.examples.refit_the_probe.setup import TITLES
-from probelens.examples.refit_the_probe.speaking import of_learned
+from probelens.examples.refit_the_probe.shared.rows import each, of_learned
+from probelens.examples.refit_the_probe.shared.setup import TITLES
 from probelens.numerics.permutation import holm, sign_flip
 from probelens.numerics.stats import hierarchical_bootstrap
 from probelens.results.report import Claim
 
 __all__ = ["INLP", "USING", "inlp_claim", "readable", "refit_claim", "with_known"]
 
-INLP = (
-    "B. INLP against random subspaces of its rank: what looked inert carries most of the task",
-    "reverses the conclusion",
-)
 SEEDS = 6  # with fewer, no sign-flip test can come under p = 0.05, two-sided
-FEW = 5  # layers; of fewer no share is worth a verdict
 PAPER_CONV = {"s3": -12.64, "parity": -6.83, "dyck": 4.04}
 
 
@@ -50,24 +44,6 @@ def _inner(rows: pd.DataFrame, what: str, claim: str, paper: str) -> pd.DataFram
     if found.empty:
         raise Missing(claim, paper)
     return with_known(found, rows)
-
-
-def with_known(found: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    """Ablations with the column ``known``: the best guess of the label, the last tokens' among them."""
-    keys = [
-        k
-        for k in ("model", "arch", "task", "train_seed", "embedding_std", "convolution", "label")
-        if k in rows
-    ]
-    if "last_w" not in rows or rows["last_w"].isna().all():
-        return found.assign(known=found["baseline"])
-    last = rows[rows["kind"] == "probe"].groupby(keys, dropna=False)["last_w"].max().rename("_last")
-    merged = found.merge(last.reset_index(), on=keys, how="left")
-    return merged.assign(known=merged[["baseline", "_last"]].max(axis=1)).drop(columns="_last")
-
-
-def readable(found: pd.DataFrame) -> pd.Series:
-    return found["probe_accuracy"] > found["known"] + READABLE
 
 
 def _largest(found: pd.DataFrame, by: list[str]) -> pd.DataFrame:
@@ -225,70 +201,10 @@ def _refit(rows: pd.DataFrame) -> list[Claim]:
     return made
 
 
-def refit_claim(claim: str, paper: str, found: pd.DataFrame) -> Claim:
-    """v2's claim that a refitted probe recovers, from ablations of readable inner layers.
-
-    It agrees where the probe does at every one, and doesn't where at one it doesn't with the whole interval.
-    """
-    if found.empty:
-        return Claim(claim, paper, "nothing is readable at an inner layer")
-    back = recovered(found)
-    cells = (
-        found.assign(back=[b is True for b in back]).groupby(["model", "cell", "train_seed"])["back"].all()
-    )
-    said = f"at {back.count(True)} of {len(found)} readable inner layers; in {cells.sum()} of {len(cells)} cells at every one"
-    if None in back:
-        said += f"; open at {back.count(None)}"
-    least = found.assign(gap=found["probe_accuracy"] - found["refit_accuracy"]).nlargest(1, "gap").iloc[0]
-    ends = (
-        f" (gap {least['refit_gap_lo']:.1%} to {least['refit_gap_hi']:.1%})"
-        if pd.notna(least.get("refit_gap_lo"))
-        else ""
-    )
-    note = f"Recovered: within {100 * MARGIN:.0f} points. Least: {least['model']} {least['cell']} block {least['layer']:.0f}, {least['probe_accuracy']:.1%} to {least['refit_accuracy']:.1%}{ends}."
-    return Claim(claim, paper, said, "", every(back), note)
-
-
 def _inlp(rows: pd.DataFrame) -> list[Claim]:
     one = _inner(rows, "direction", *INLP)
     dose = rows_of(rows, "dose", *INLP) if "dose" in set(rows["kind"]) else rows.iloc[:0]
     return [inlp_claim(one, _inner(rows, "inlp", *INLP), dose)]
-
-
-def inlp_claim(one: pd.DataFrame, whole: pd.DataFrame, dose: pd.DataFrame) -> Claim:
-    """v2's claim about INLP, from inner layers: ablations of the best direction, of INLP to chance, and of its first ranks.
-
-    It agrees where at some rank INLP costs half of the task more than random subspaces of that rank, with its whole
-    interval, at most of the layers that one direction leaves alone, and doesn't where at every rank it costs less
-    than that at most of them. At full rank any subspace may take everything, so that alone says nothing; nor do fewer
-    than ``FEW`` layers.
-    """
-    keys = ["model", "cell", "train_seed", "layer"]
-    one = one[(one["drop"] < MUCH) & readable(one)][keys]
-    said, shares = [], []
-    for rank in RANKS:
-        part = dose[dose["rank"] == rank].merge(one, on=keys) if len(dose) else dose
-        if len(part):
-            carries, less = part["effect_lo"] > 0.5, part["effect_hi"] < 0.5
-            shares.append((float(carries.mean()), float(less.mean())))
-            below = (part["effect_hi"] < 0).sum()
-            said.append(
-                f"{carries.sum()} of {len(part)} at rank {rank}"
-                + (f" (and less than they do at {below})" if below else "")
-            )
-    whole = whole.merge(one, on=keys)
-    note = ""
-    if len(whole):
-        matched = whole["effect_against"] == "random_matched"
-        note = f"Against random subspaces that remove as much variance as INLP to chance (median rank {whole['rank'].median():.0f}): {(matched & (whole['effect_lo'] > 0.5)).sum()} of {matched.sum()}."
-    if not said:
-        return Claim(*INLP, f"no readable inner layer loses less than {MUCH:.0%} by one direction", note=note)
-    text = (
-        f"{len(one)} readable inner layers lose less than {MUCH:.0%} by one direction; INLP costs half of the task more than "
-        f"random subspaces of its rank at {', '.join(said)}"
-    )
-    verdict = True if any(c > 0.5 for c, _ in shares) else False if all(n > 0.5 for _, n in shares) else None
-    return Claim(*INLP, text, "", verdict if len(one) >= FEW else None, note)
 
 
 def _chance(rows: pd.DataFrame) -> list[Claim]:

@@ -29,6 +29,17 @@ PAIRS: dict[str, dict[str, dict[str, str]]] = {
     "dyck": {"depth": {"label": "state", "kind": "depth"}, "top": {"label": "state", "kind": "type"}},
     "counter": {"depth": {}},
 }
+RANKS = (
+    4,
+    16,
+    64,
+)  # of INLP's directions: to chance it takes most of the space; the paper's stopped much earlier
+WHAT = {
+    "direction": "best direction",
+    "rows": "all probe rows",
+    "leace": "LEACE",
+    "inlp": "INLP",
+}  # the ways to take a variable out
 
 
 def make_task(name: str) -> Any:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pandas as pd
 
-from probelens.examples.refit_the_probe.claim_rules import Missing
-from probelens.examples.refit_the_probe.claims_reading import READING
-from probelens.examples.refit_the_probe.claims_using import USING
+from probelens.examples.refit_the_probe.formal.claims_reading import READING
+from probelens.examples.refit_the_probe.formal.claims_using import USING
+from probelens.examples.refit_the_probe.formal.rows import Missing
 from probelens.results.report import Claim
 
 __all__ = ["claims"]

@@ -19,19 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import probelens as pl
-from probelens.examples.refit_the_probe import formal_cell
-from probelens.examples.refit_the_probe.running import (
+from probelens.examples.refit_the_probe.pretrained.words import InVocabulary
+from probelens.examples.refit_the_probe.shared.measuring import BATCH, Cell, measure
+from probelens.examples.refit_the_probe.shared.models import (
     device_of,
-    finished_rows,
     identity,
     is_mamba,
     mixed,
     quiet,
-    run_cells,
     untrained,
 )
-from probelens.examples.refit_the_probe.setup import LABELS, PROBED, TASKS, TITLES, make_task
-from probelens.examples.refit_the_probe.words import InVocabulary
+from probelens.examples.refit_the_probe.shared.rows import finished_rows
+from probelens.examples.refit_the_probe.shared.runs import run_cells
+from probelens.examples.refit_the_probe.shared.setup import LABELS, PROBED, TASKS, TITLES, make_task
 from probelens.experiments import RunRecord, Status
 from probelens.experiments.settings import at_least
 from probelens.hooks.shorthand import LAYER_AXIS
@@ -145,7 +145,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class Cell(formal_cell.Cell):
+class PretrainedCell(Cell):
     """A fine-tuned model with what it is measured on."""
 
     kinds = ("random", "random_matched")
@@ -161,7 +161,7 @@ class Cell(formal_cell.Cell):
         def compute() -> pl.ProbeResult:
             fit = self.data["probe"]
             return pl.probe(
-                collect(original, fit, LAYER_AXIS, batch_size=formal_cell.BATCH),
+                collect(original, fit, LAYER_AXIS, batch_size=BATCH),
                 {label: fit.labels[label] for label in PROBED[self.config["task"]]}, fit.groups, mask=fit.mask,
                 tokens=fit.tokens, seed=self.seed,
             )  # fmt: skip
@@ -196,7 +196,7 @@ def run_cell(config: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [{**row, "kind": "training"} for row in trained.history]
     rows[-1] |= {"n_params": trained.n_params, "learned": trained.reached, "cpu_seconds": trained.cpu_seconds,
                  "symbols": " ".join(task.symbols), "answers": " ".join(task.answers)}  # fmt: skip
-    cell = Cell(config, folder, model, task)
+    cell = PretrainedCell(config, folder, model, task)
     cell.labels = tuple(
         name for name in LABELS[config["task"]] if name in config["labels"] or not config["labels"]
     )
@@ -204,7 +204,7 @@ def run_cell(config: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
         cell.config = {**config, "parts": ["probes"]}
     original = cell.before(load(config))
     rows += [{**row, "kind": "probe_before"} for row in original.rows]
-    rows += formal_cell.measure(cell, status)
+    rows += measure(cell, status)
     about = {"model": Path(config["model"]).name, "arch": config["arch"], "task": config["task"], "train_seed": config["seed"],
              "n_layers": model.cfg.n_layers}  # fmt: skip
     return [{**about, **row, **about} for row in rows]
@@ -269,6 +269,6 @@ def report(config: Config, record: RunRecord) -> Path:
     Raises:
         probelens.StoreError: No cell of the run is finished.
     """
-    from probelens.examples.refit_the_probe.pretrained_report import write
+    from probelens.examples.refit_the_probe.pretrained.report import write
 
     return write(finished_rows(config.out), config, record)

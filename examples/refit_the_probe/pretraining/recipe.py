@@ -24,8 +24,11 @@ import numpy as np
 import torch
 
 import probelens as pl
-from probelens.examples.refit_the_probe.corpus import NextToken, functions, held_out, make_tokenizer
-from probelens.examples.refit_the_probe.running import device_of, mixed, quiet, run_cells
+from probelens.examples.refit_the_probe.pretraining.text import NextToken, make_tokenizer
+from probelens.examples.refit_the_probe.shared.corpus import functions, held_out
+from probelens.examples.refit_the_probe.shared.models import device_of, mixed, quiet
+from probelens.examples.refit_the_probe.shared.rows import finished_rows
+from probelens.examples.refit_the_probe.shared.runs import run_cells
 from probelens.experiments import RunRecord, Status, Store
 from probelens.experiments.settings import at_least
 
@@ -235,7 +238,6 @@ def report(config: Config, record: RunRecord) -> Path:
     Raises:
         probelens.StoreError: No model of the run is finished.
     """
-    from probelens.examples.refit_the_probe.running import finished_rows
     from probelens.results.plots import training_curve
     from probelens.results.report import Chart, Section, Table, write_report
 

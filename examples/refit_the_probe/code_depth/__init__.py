@@ -1,0 +1,1 @@
+"""`paper-code-depth`: depth of brackets and indents in real Python, read from frozen language models."""

@@ -1,0 +1,1 @@
+"""`paper-formal`: five architectures trained on formal tasks, everything measured on each."""

@@ -1,0 +1,111 @@
+"""The formal grid's tables, figures and report, made from its rows alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from probelens.examples.refit_the_probe.formal.claims import claims
+from probelens.examples.refit_the_probe.formal.figures import FIGURES
+from probelens.examples.refit_the_probe.formal.rows import CELL, main_cells
+from probelens.examples.refit_the_probe.shared.runs import command_of, unfinished, write_claims
+from probelens.examples.refit_the_probe.shared.setup import TASKS
+from probelens.experiments import RunRecord
+from probelens.results.report import Chart, Section, Table, write_report
+
+__all__ = ["write"]
+
+LEAD = (
+    "Small models of five architectures, trained on four tasks whose answer is a running state: where along the layers "
+    "the state becomes readable, what it costs to take it out, whether a probe fitted again still finds it, and what "
+    "patching the final layer can show. The first version of arXiv 2606.00926 reported such profiles and concluded from "
+    "single-direction ablations; its second version took that conclusion back. Both are set beside what came out here."
+)
+SECTIONS = (
+    (
+        "Behaviour",
+        ("behaviour",),
+        "How well the models answer, at the trained length and beyond it.",
+        ("interval",),
+    ),
+    (
+        "Readable",
+        ("profiles", "embedding"),
+        "Where a linear probe reads the state. A profile that the untrained model shows as well was there before training.",
+        ("layers", "probe", "untrained", "profile"),
+    ),
+    (
+        "Needed",
+        (*(f"{what}-{task}" for task in TASKS for what in ("ablations", "refits")), "transfer"),
+        "What it costs to take the state out, and whether it is gone. Where the refitted probe stays high, a drop says "
+        "nothing about necessity, nor does its absence.",
+        ("ablation", "refit", "random", "tautological"),
+    ),
+)
+
+
+def write(rows: pd.DataFrame, config: Any, record: RunRecord) -> Path:
+    """Write ``claims.parquet`` and ``report.html``.
+
+    Args:
+        rows: Rows of the finished cells.
+        config: Settings of the run; its ``out`` is the run folder.
+        record: What the run folder says about itself.
+
+    Returns:
+        The report's file.
+    """
+    folder = Path(config.out)
+    found = claims(rows)
+    write_claims(found, folder)
+    cells = rows[list(CELL)].drop_duplicates()
+    sections = []
+    for title, names, text, explain in SECTIONS:
+        charts = [
+            Chart(figure, FIGURES[n][1], name=n) for n in names if (figure := FIGURES[n][0](rows)) is not None
+        ]
+        sections.append(Section(title, text, charts, explain=explain))
+    sections.append(
+        Section("Patched", "What a middle position patched at the final layer can mean.", tables=_sites(rows))
+    )
+    return write_report(
+        folder / "report.html",
+        title="Refit the probe: the formal grid",
+        lead=LEAD,
+        sections=sections,
+        paper=found,
+        measured={
+            **unfinished(record, folder),
+            "Cells": f"{len(cells)} trained models: {', '.join(sorted(set(rows['arch'])))} on {', '.join(sorted(set(rows['task'])))}",
+            "Seeds": f"{rows['train_seed'].nunique()} per cell at most; with one, intervals are over sequences and say "
+            "nothing about how another training run would differ",
+        },
+        config={k: v for k, v in dataclasses.asdict(config).items() if k not in ("out", "workers")},
+        versions=record.versions,
+        reproduce=[command_of(record.recipe, config)],
+    )  # fmt: skip
+
+
+def _sites(rows: pd.DataFrame) -> list[Table]:
+    if "site" not in set(rows["kind"]):
+        return []
+    found = main_cells(rows, "site")
+    kept = [
+        "model",
+        "task",
+        "pairs",
+        "site",
+        "read",
+        "expected",
+        "recovery",
+        "lo",
+        "hi",
+        "n",
+        "holds",
+        "why",
+        "description",
+    ]
+    return [Table("Recovery at each site", found[[c for c in kept if c in found]], name="sites", open=True)]

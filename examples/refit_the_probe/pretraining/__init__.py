@@ -1,0 +1,1 @@
+"""`paper-pretrain`: small language models of Python, pretrained as stand-ins."""

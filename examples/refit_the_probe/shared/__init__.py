@@ -1,0 +1,1 @@
+"""What the recipes of this folder share: settings, models, runs, measurements, rows, claims."""

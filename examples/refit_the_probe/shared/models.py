@@ -1,0 +1,90 @@
+"""Models of the recipes: device, precision, an untrained twin, and what tells two models of one name apart."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import probelens as pl
+
+__all__ = ["device_of", "identity", "is_mamba", "mixed", "quiet", "untrained"]
+
+
+def device_of(config: Mapping[str, Any]) -> str:
+    """The device a cell runs on: what its config says, else the GPU where there is one."""
+    found = str(config.get("device", "auto"))
+    return ("cuda" if torch.cuda.is_available() else "cpu") if found == "auto" else found
+
+
+def is_mamba(model: pl.HookedModel) -> bool:
+    """Whether the model has Mamba mixers, which train many times faster under the reference backend on a CPU."""
+    return model.cfg.architecture.startswith("hf-mamba")
+
+
+def mixed(
+    model: pl.HookedModel, bf16: bool = False, checkpointing: bool = False
+) -> Callable[[], AbstractContextManager[Any]]:
+    """The context to train in, as ``probelens.training.train`` takes it.
+
+    Args:
+        model: The model.
+        bf16: bfloat16 autocast; weights and optimizer stay in float32.
+        checkpointing: Recompute activations in the backward pass; transformers' models only.
+    """
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        module: Any = model.module
+        with contextlib.ExitStack() as stack:
+            if is_mamba(model):
+                stack.enter_context(model.backend("reference"))
+            if bf16:
+                stack.enter_context(torch.autocast(model.cfg.device.type, dtype=torch.bfloat16))
+            if checkpointing:
+                module.gradient_checkpointing_enable({"use_reentrant": False})
+                stack.callback(module.gradient_checkpointing_disable)
+            yield
+
+    return context
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the progress bars that transformers draws for every file it reads or writes."""
+    from transformers.utils import logging
+
+    before = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            logging.enable_progress_bar()
+
+
+def untrained(model: pl.HookedModel, seed: int) -> pl.HookedModel:
+    """The same architecture as its library initialises it, on the same device."""
+    module: Any = model.module
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        fresh = type(module)(module.config)
+    return pl.wrap(fresh.eval().to(model.cfg.device), tokenizer=getattr(model, "tokenizer", None))
+
+
+def identity(name: str) -> str:
+    """What tells two models of one name apart: a hash of a folder's config and weights, "" for a hub id."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return ""
+    digest = hashlib.sha256()
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        if path.is_file():
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,128 @@
+"""Rows of runs: read, merged, and chosen, since a model that has not learned its task can't say where such models keep its state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+import probelens as pl
+from probelens.experiments import Store
+from probelens.results.files import read_rows, write_rows
+
+__all__ = [
+    "LEARNED",
+    "MEASURED",
+    "best",
+    "each",
+    "finished_rows",
+    "learned_only",
+    "merged",
+    "of_learned",
+    "slim",
+]
+
+LEARNED = 0.95  # at the trained length, beyond the 20th position: what comes first is easy
+MEASURED = ("probe", "ablation", "dose", "length", "site", "convolution")
+
+
+def learned_only(rows: pd.DataFrame, by: Sequence[str], least: float = LEARNED) -> pd.DataFrame:
+    """Rows without what was measured on models that did not learn; how they trained and answered stays.
+
+    Args:
+        rows: Rows of any kinds; a model without a row on its answers is taken to have learned.
+        by: The columns that tell one model from another.
+        least: Accuracy that counts as learned: at the shortest length, beyond the 20th position where that is known.
+    """
+    answers = rows[rows["kind"] == "behaviour"]
+    if answers.empty or "span" not in answers:
+        return rows
+    answers = _late(answers, by)
+    lost = answers[answers["accuracy"] < least][list(by)].assign(lost=True)
+    if lost.empty:
+        return rows
+    gone = rows[list(by)].merge(lost, on=list(by), how="left")["lost"].notna().to_numpy()
+    return rows[~(gone & rows["kind"].isin(MEASURED).to_numpy())]
+
+
+def _late(answers: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
+    """Of each model the answers that it is judged by: at the shortest length, late positions where they are known apart."""
+    judged = answers[answers["span"].isin(["late", "all"])]
+    order = judged.assign(_late=judged["span"] == "late").sort_values(
+        ["length", "_late"], ascending=[True, False], kind="stable"
+    )
+    return order.drop_duplicates(list(by))
+
+
+def of_learned(answers: pd.DataFrame) -> pd.DataFrame:
+    """Answers over all positions of the seeds that learned, or of all seeds where none did.
+
+    Columns ``n_seeds`` and ``n_learned`` say how many there are of each.
+    """
+    made = []
+    judged = _late(answers, ("arch", "task", "train_seed"))
+    good = judged[judged["accuracy"] >= LEARNED]
+    for (arch, task), part in answers[answers["span"] == "all"].groupby(["arch", "task"], sort=False):
+        seeds = good[(good["arch"] == arch) & (good["task"] == task)]["train_seed"]
+        kept = part[part["train_seed"].isin(seeds)] if len(seeds) else part
+        made.append(kept.assign(n_seeds=part["train_seed"].nunique(), n_learned=len(seeds)))
+    return pd.concat(made) if made else answers.assign(n_seeds=0, n_learned=0)
+
+
+def finished_rows(out: str) -> pd.DataFrame:
+    """The rows of a run folder's finished cells, also written to ``rows.parquet``.
+
+    Raises:
+        probelens.StoreError: No cell is finished.
+    """
+    store = Store(out)
+    if not store.keys():
+        raise pl.StoreError(f"no model in {out!r} is finished, so there is nothing to report. Run it first.")
+    rows = store.all_rows()
+    write_rows(store.folder / "rows.parquet", rows)
+    return rows
+
+
+def merged(paths: Sequence[Path], by: Sequence[str]) -> pd.DataFrame:
+    """The rows of several runs together; a model that two of them have is the later one's.
+
+    Args:
+        paths: Files of rows, at least one.
+        by: The columns that tell one model from another.
+
+    Raises:
+        probelens.StoreError: A file isn't there, is damaged, or lacks one of the columns.
+    """
+    import pandas as pd
+
+    kept: dict[Any, pd.DataFrame] = {}
+    for path in paths:
+        if not path.is_file():
+            raise pl.StoreError(f"no rows at {str(path)!r}: give the rows.parquet of a run folder")
+        rows = read_rows(path)
+        if lacking := [column for column in by if column not in rows]:
+            raise pl.StoreError(
+                f"{str(path)!r} lacks the columns {', '.join(lacking)}: it isn't a run of this recipe"
+            )
+        kept |= dict(iter(rows.groupby(list(by), sort=False)))
+    return pd.concat(kept.values(), ignore_index=True)
+
+
+def each(table: pd.DataFrame) -> Iterator[Any]:
+    """The rows of a table, a column an attribute."""
+    return table.itertuples()
+
+
+def best(table: pd.DataFrame, column: str) -> Any:
+    """The row with the largest value, the first of equals."""
+    return table.iloc[int(table[column].to_numpy().argmax())]
+
+
+def slim(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows without columns that are empty, or that only repeat the run: small enough to publish."""
+    kept = rows.dropna(axis=1, how="all").drop(columns=["cell"], errors="ignore")
+    # A scale is told apart by its value, so it stays as it was written.
+    numbers = kept.select_dtypes("float64").columns.drop("embedding_std", errors="ignore")
+    return kept.astype(dict.fromkeys(numbers, "float32"))
