@@ -20,7 +20,8 @@ from probelens.patching.result import PatchResult
 from probelens.probing import ProbeResult, probe
 from probelens.results.result import Result
 from probelens.running.collect import collect
-from probelens.running.sweep.plan import Read, sweep
+from probelens.running.sweep.conditions import Read
+from probelens.running.sweep.plan import sweep
 
 if TYPE_CHECKING:
     import pandas as pd

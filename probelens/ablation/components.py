@@ -24,6 +24,9 @@ from probelens.ablation.scoring import (
     scored_positions,
 )
 from probelens.errors import InputError
+from probelens.hooks.edits.edit import Edit
+from probelens.hooks.edits.heads import AtHeads
+from probelens.hooks.edits.values import Mean, Replace, Zero
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped, resolve
 from probelens.hooks.points import HookPoint
@@ -31,7 +34,8 @@ from probelens.hooks.shorthand import Names
 from probelens.numerics.modes import exact
 from probelens.results.result import Result
 from probelens.running.collect import collect
-from probelens.running.sweep.plan import Condition, Edit, sweep
+from probelens.running.sweep.conditions import Condition, Intervention
+from probelens.running.sweep.plan import sweep
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -301,22 +305,14 @@ def donor_rows(batch: Any, source: Any, seed: int) -> Tensor:
     return torch.multinomial(fit.float(), 1, generator=gen)[:, 0]
 
 
-def replacement(point: HookPoint, head: int | None, value: Tensor | None, mask: Tensor) -> Edit:
-    """The edit that puts ``value`` in where the mask is True."""
-    shared = value if value is None or len(value) == 1 else None
-    data = {"mask": mask} if value is None or len(value) == 1 else {"mask": mask, "value": value}
+def replacement(point: HookPoint, head: int | None, value: Tensor | None, mask: Tensor) -> Intervention:
+    """Put ``value`` in where the mask is True: None for zeros, (1, pos, ...) for means, (example, pos, ...) for others'."""
 
-    def fn(tensor: Tensor, hook: HookPoint, mask: Tensor, value: Tensor | None = shared) -> Tensor:
-        step, lead = hook.pos, 2 if hook.pos is None else 1
-        if value is None:
-            new = torch.zeros_like(tensor)
-        else:
-            new = (value if step is None else value[:, step]).to(tensor).expand_as(tensor)
-        if head is not None:
-            kept = tensor.clone()
-            kept.select(lead, head).copy_(new.select(lead, head))
-            new = kept
-        where = (mask if step is None else mask[:, step]).to(tensor.device)
-        return torch.where(where.reshape(*where.shape, *[1] * (tensor.ndim - lead)), new, tensor)
+    def edit_for(rows: Tensor) -> Edit:
+        where = mask[rows]
+        edit: Edit = Zero(where)
+        if value is not None:
+            edit = Mean(where, value[0]) if len(value) == 1 else Replace(where, value[rows])
+        return edit if head is None else AtHeads(None, edit, (head,))
 
-    return Edit(point.name, fn, data)
+    return Intervention(point.name, edit_for)

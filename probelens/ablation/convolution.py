@@ -16,12 +16,13 @@ from torch import Tensor
 from probelens.ablation.components import ComponentResult, donor_rows, position_means, replacement, result_of
 from probelens.ablation.scoring import Metric, Runs, label_of, per_sequence, reader, scored_positions
 from probelens.errors import InputError, UnknownHookError
+from probelens.hooks.edits.values import Add
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped
-from probelens.hooks.points import HookPoint
 from probelens.hooks.weights import weight_name
 from probelens.running.collect import collect
-from probelens.running.sweep.plan import Condition, Edit, sweep
+from probelens.running.sweep.conditions import Condition, Intervention
+from probelens.running.sweep.plan import sweep
 
 __all__ = ["VARIANTS", "ablate_convolution"]
 
@@ -200,11 +201,7 @@ def _has_bias(model: HookedModel, layer: int) -> bool:
     return True
 
 
-def _adding(name: str, past: Tensor, donors: Tensor, mask: Tensor) -> Edit:
-    """Adds what the past taps of other examples gave to the current tap's output."""
+def _adding(name: str, past: Tensor, donors: Tensor, mask: Tensor) -> Intervention:
+    """Add what the past taps of other examples gave to the current tap's output."""
     added = torch.where(mask[..., None], past[donors], past)
-
-    def fn(tensor: Tensor, hook: HookPoint, added: Tensor) -> Tensor:
-        return tensor + added.to(tensor)
-
-    return Edit(name, fn, {"added": added})
+    return Intervention(name, lambda rows: Add(None, added[rows]))

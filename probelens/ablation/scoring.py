@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError, MetricError, ShapeError, metric_note, noted
-from probelens.hooks.points import HookPoint, has_positions
-from probelens.running.sweep.plan import Condition, Edit, Read, sweep
+from probelens.hooks.edits.edit import Edit, Positions
+from probelens.hooks.edits.removal import Erase, Project
+from probelens.hooks.points import has_positions
+from probelens.running.sweep.conditions import Condition, Intervention, Read
+from probelens.running.sweep.plan import sweep
 
 if TYPE_CHECKING:
     from probelens.hooks.model import HookedModel
@@ -188,7 +191,9 @@ def run(
     conditions = [
         Condition(
             (d.about["site"], d.about["condition"], d.about["draw"]),
-            () if d.space is None or alpha == 0 else (_edit(d.about["site"], d.space, alpha, batch.mask),),
+            ()
+            if d.space is None or alpha == 0
+            else (_removing(d.about["site"], d.space, alpha, batch.mask),),
         )
         for d in drawn
     ]
@@ -333,17 +338,11 @@ def accuracy_chance(batch: Any, target: str, metric: Metric, scored: Tensor | No
     return (by_class.max() / scored.any(1).sum()).item()
 
 
-def remove(space: Subspace | Eraser, alpha: float = 1.0) -> Callable[[Tensor], Tensor]:
-    """The map x → x + α (x without the subspace − x)."""
+def removal(space: Subspace | Eraser, alpha: float = 1.0, pos: Positions = None) -> Edit:
+    """The edit x → x + α (x without the subspace − x)."""
     from probelens.subspaces.subspace import Subspace
 
-    full = space.project_out if isinstance(space, Subspace) else space
-
-    def fn(x: Tensor) -> Tensor:
-        new = full(x)
-        return new if alpha == 1 else x + alpha * (new - x)
-
-    return fn
+    return Project(pos, space, alpha) if isinstance(space, Subspace) else Erase(pos, space, alpha)
 
 
 def after(
@@ -362,28 +361,22 @@ def after(
     if not space.rank or not alpha:
         return acts[name]
     if not model.point(name).step:
-        return remove(space, alpha)(acts[name])
+        return removal(space, alpha)(acts[name])
     from probelens.running.collect import collect
 
-    edit, attention = _edit(name, space, alpha, batch.mask), getattr(batch, "attention_mask", None)
+    attention = getattr(batch, "attention_mask", None)
     parts = []
     for rows in torch.arange(len(batch.tokens)).split(batch_size):
         mask = None if attention is None else attention[rows]
-        with model.hooks([(name, edit.hook(rows))]):
+        with model.hooks([(name, removal(space, alpha, batch.mask[rows]))]):
             parts.append(
                 collect(model, batch.tokens[rows], [name], batch_size=batch_size, attention_mask=mask)[name]
             )
     return torch.cat(parts)
 
 
-def _edit(name: str, space: Subspace | Eraser, alpha: float, mask: Tensor) -> Edit:
-    change = remove(space, alpha)
-
-    def fn(tensor: Tensor, hook: HookPoint, mask: Tensor) -> Tensor:
-        where = mask if hook.pos is None else mask[:, hook.pos]
-        return torch.where(where.to(tensor.device)[..., None], change(tensor), tensor)
-
-    return Edit(name, fn, {"mask": mask})
+def _removing(name: str, space: Subspace | Eraser, alpha: float, mask: Tensor) -> Intervention:
+    return Intervention(name, lambda rows: removal(space, alpha, mask[rows]))
 
 
 def _metric(metric: Metric, target: str) -> Callable[..., Tensor]:

@@ -28,7 +28,8 @@ from probelens.patching.result import PatchResult
 from probelens.results.progress import progress_bar
 from probelens.running.collect import collect
 from probelens.running.faster_forwards import faster_forwards
-from probelens.running.sweep.plan import Read, sweep
+from probelens.running.sweep.conditions import Read
+from probelens.running.sweep.plan import sweep
 
 __all__ = ["attribute"]
 

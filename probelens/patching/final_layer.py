@@ -20,7 +20,8 @@ from probelens.hooks.padding import padding_mask
 from probelens.patching.final_layer_sites import RUN, SITES, Plan, Site
 from probelens.patching.parts import Metric, Mode, answered, read_metric
 from probelens.results.result import Result
-from probelens.running.sweep.plan import Condition, Read, sweep
+from probelens.running.sweep.conditions import Condition, Read
+from probelens.running.sweep.plan import sweep
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probelens.hooks.edits.values import Replace
 from probelens.hooks.model import HookedModel
-from probelens.hooks.points import at
-from probelens.running.sweep.plan import Edit
+from probelens.hooks.points import HookFn, at
+from probelens.running.sweep.conditions import Intervention
 
 _STATES = (".hook_ssm_state", ".rnn.hook_h", ".rnn.hook_c")
 
@@ -139,8 +140,8 @@ class Plan:
 
     def edits(
         self, sites: Sequence[str], source: Tensor, mask: Tensor | None, batch_size: int
-    ) -> dict[str, tuple[Edit, ...]]:
-        """For each run, the edits that put the source's values there."""
+    ) -> dict[str, tuple[Intervention, ...]]:
+        """For each run, the interventions that put the source's values there."""
         runs = list(dict.fromkeys(RUN[site] for site in sites))
         windows = self.windows(runs)
         held = _gather(self.model, source, windows, mask, batch_size)
@@ -149,7 +150,9 @@ class Plan:
             parts = []
             for name in self.points(run):
                 width = None if run in "FG" or name not in (self.after, self.before) else 1
-                parts.append(_write(self.model, name, held[name][:, :width], windows[name][:, :width]))
+                parts.append(
+                    _write(self.model, name, held[name][:, :width], windows[name][:, :width], source.shape[1])
+                )
             out[run] = tuple(parts)
         return out
 
@@ -185,20 +188,22 @@ def _gather(
     return held
 
 
-def _write(model: HookedModel, name: str, values: Tensor, where: Tensor) -> Edit:
-    """An edit that puts ``values`` (example, window, ...) at the positions ``where`` (example, window)."""
+def _write(model: HookedModel, name: str, values: Tensor, where: Tensor, length: int) -> Intervention:
+    """Put ``values`` (example, window, ...) in at the positions ``where`` (example, window)."""
+    point = model.point(name)
+    steps = sorted(set(where[:, 0].tolist())) if point.step else None
 
-    def step(tensor: Tensor, hook: Any, value: Tensor, where: Tensor) -> Tensor:
-        here = (where[:, 0] == hook.pos).to(tensor.device)
-        return torch.where(here.reshape(-1, *[1] * (tensor.ndim - 1)), value[:, 0].to(tensor), tensor)
+    def edit_for(rows: Tensor) -> HookFn:
+        local, window, given = torch.arange(len(rows))[:, None], where[rows], values[rows]
+        mask = torch.zeros(len(rows), length, dtype=torch.bool)
+        mask[local, window] = True
+        if given.shape[1] == 1:
+            # The same at every position, without memory for it: only that of the mask is used.
+            whole = given.expand(-1, length, *given.shape[2:])
+        else:
+            whole = given.new_zeros(len(rows), length, *given.shape[2:])
+            whole[local, window] = given
+        edit = Replace(mask, whole.movedim(1, point.pos_axis))
+        return edit if steps is None else at(steps, edit)
 
-    def whole(tensor: Tensor, hook: Any, value: Tensor, where: Tensor) -> Tensor:
-        out = tensor.clone()
-        rows = torch.arange(len(tensor), device=tensor.device)[:, None]
-        out.movedim(hook.pos_axis, 1)[rows, where.to(tensor.device)] = value.to(tensor)
-        return out
-
-    data = {"value": values, "where": where}
-    if model.point(name).step:
-        return Edit(name, step, data, tuple(sorted(set(where[:, 0].tolist()))))
-    return Edit(name, whole, data)
+    return Intervention(name, edit_for)

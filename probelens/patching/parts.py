@@ -10,58 +10,12 @@ from torch import Tensor
 
 from probelens.errors import InputError, ShapeError, metric_note, noted
 from probelens.hooks.model import HookedModel
-from probelens.hooks.points import HookPoint, has_positions
+from probelens.hooks.points import has_positions
 from probelens.numerics.metrics import logit_diff
-from probelens.running.sweep.plan import Edit
 
 Metric = Literal["logit_diff", "prob_diff"] | Callable[[Tensor, Tensor], Tensor]
 Pos = Literal["each"] | int | slice | Sequence[int] | Tensor | None
 Mode = Literal["denoise", "noise"]
-
-
-def replace(model: HookedModel, name: str, values: Callable[[Tensor], Tensor], column: Tensor | None) -> Edit:
-    """The edit that puts ``values`` of the batch's rows in at one position of each example.
-
-    Args:
-        model: The wrapped model.
-        name: Hook point.
-        values: From examples to their activations, in the axes of the point.
-        column: The position in each example, on the point's own axis of positions; None for all. (example,)
-    """
-    data: dict[str, Tensor | Callable[[Tensor], Tensor]] = {"value": values}
-    if column is not None:
-        data["where"] = column
-
-    def step(tensor: Tensor, hook: HookPoint, value: Tensor, where: Tensor | None = None) -> Tensor | None:
-        new = value[:, hook.pos].to(tensor)
-        if where is None:
-            return new
-        chosen = torch.eq(where, hook.pos or 0).to(tensor.device).reshape(-1, *[1] * (tensor.ndim - 1))
-        return torch.where(chosen, new, tensor)
-
-    def whole(tensor: Tensor, hook: HookPoint, value: Tensor, where: Tensor | None = None) -> Tensor:
-        if value.shape[1:] != tensor.shape[1:]:
-            raise ShapeError(
-                f"can't patch {hook.name!r}: the source has shape {tuple(value.shape)}, the run {tuple(tensor.shape)}"
-            )
-        if where is None:
-            return value.to(tensor)
-        rows = torch.arange(len(tensor), device=tensor.device)
-        where, axis = where.to(tensor.device), hook.pos_axis
-        if tensor.ndim <= axis or int(where.max()) >= tensor.shape[axis]:
-            raise ShapeError(
-                f"can't patch {hook.name!r} at position {int(where.max())}: it gives a tensor of shape "
-                f"{tuple(tensor.shape)}, in which axis {axis} has the positions. Patch it with pos=None"
-            )
-        out = tensor.clone()
-        # A view: at a pattern the heads come before the (query) positions.
-        out.movedim(axis, 1)[rows, where] = value.to(tensor).movedim(axis, 1)[rows, where]
-        return out
-
-    if not model.point(name).step:
-        return Edit(name, whole, data, first=column)
-    steps = None if column is None else tuple(sorted(set(column.tolist())))
-    return Edit(name, step, data, steps, column)
 
 
 def check_positions(model: HookedModel, names: Sequence[str], columns: Sequence[Tensor | None]) -> None:

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probelens.hooks.edits.values import Replace
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped, resolve
 from probelens.hooks.padding import padding_mask
-from probelens.hooks.points import has_positions
+from probelens.hooks.points import HookFn, at, has_positions
 from probelens.hooks.shorthand import Names
 from probelens.patching.parts import (
     Metric,
@@ -30,11 +31,11 @@ from probelens.patching.parts import (
     columns,
     marks,
     read_metric,
-    replace,
 )
 from probelens.patching.result import PatchResult
 from probelens.running.collect import collect, stops_at
-from probelens.running.sweep.plan import Condition, Read, SweepPlan, plan
+from probelens.running.sweep.conditions import Condition, Intervention, Read
+from probelens.running.sweep.plan import SweepPlan, plan
 
 __all__ = ["PatchPlan", "patch_plan"]
 
@@ -196,7 +197,7 @@ def patch_plan(
     values = _Source(model, source, names, mask)
     groups = [names] if joint else [[name] for name in names]
     conditions = [
-        Condition((i, j), tuple(replace(model, name, values.at(name), column) for name in group))
+        Condition((i, j), tuple(_replacement(model, name, values.at(name), column) for name in group))
         for i, group in enumerate(groups)
         for j, column in enumerate(where)
     ]
@@ -217,6 +218,27 @@ def patch_plan(
         pairs,
         values,
     )
+
+
+def _replacement(
+    model: HookedModel, name: str, values: Callable[[Tensor], Tensor], column: Tensor | None
+) -> Intervention:
+    """Put values in at one position of each example.
+
+    Args:
+        model: The wrapped model.
+        name: Hook point.
+        values: From the numbers of examples to their activations, in the axes of the point.
+        column: The position in each example, on the point's own axis of positions; None for all. (example,)
+    """
+    # At a state point other steps then run without a stop at each.
+    steps = sorted(set(column.tolist())) if column is not None and model.point(name).step else None
+
+    def edit_for(rows: Tensor) -> HookFn:
+        edit = Replace(None if column is None else column[rows], values(rows))
+        return edit if steps is None else at(steps, edit)
+
+    return Intervention(name, edit_for, column)
 
 
 class _Source:

@@ -171,15 +171,15 @@ def test_controls_are_matched_in_rank_and_variance_within_one_per_cent(
 ) -> None:
     model, batch = known()
     site, drawn = "blocks.0.hook_resid_post", []
-    from probelens.ablation import scoring as _ablating
+    from probelens.ablation import scoring
 
-    edit = _ablating._edit
+    removing = scoring._removing
 
     def spy(name: str, space: pl.Subspace, *rest: object) -> object:
         drawn.append(space)
-        return edit(name, space, *rest)
+        return removing(name, space, *rest)
 
-    monkeypatch.setattr(_ablating, "_edit", spy)
+    monkeypatch.setattr(scoring, "_removing", spy)
     asked = subspaces.random(rank, D, seed=3)
     got = pl.ablate(model, batch, {site: asked}, label="answer", controls=20, refit=False)
     _, covariance = subspaces.moments(collect(model, batch, site)[site])

@@ -14,7 +14,6 @@ import probelens as pl
 from probelens import edits
 from probelens.hooks.points import HookPoint
 from probelens.patching.final_layer_sites import _gather, _write
-from probelens.patching.parts import replace
 
 PATTERN, SCORES, KEYS = (f"blocks.1.attn.hook_{name}" for name in ("pattern", "attn_scores", "k"))
 # Where the positions are, and an axis where they aren't.
@@ -107,7 +106,7 @@ def test_masked_scores_that_are_infinite_have_no_effect_instead_of_nan(
     """Some attentions mask with −inf: equal infinities don't differ."""
     from probelens.patching.attribute import first_order
     from probelens.patching.parts import read_metric
-    from probelens.running.sweep.plan import Read
+    from probelens.running.sweep.conditions import Read
 
     model, pairs = pl.wrap(zoo.build("neox")), some_pairs()
     values = {SCORES: pl.collect(model, pairs.clean, SCORES)[SCORES]}
@@ -151,10 +150,14 @@ def test_a_point_without_positions_is_refused_at_some_positions_and_patched_at_a
 def test_a_tensor_too_short_for_the_position_is_named() -> None:
     model = pl.wrap(zoo.build("neox"))
     x = torch.zeros(2, 3, 4)
-    edit = replace(model, "blocks.1.hook_resid_post", lambda rows: x[rows] + 1, torch.tensor([1, 3]))
-    rows = torch.arange(2)
-    with pytest.raises(pl.ShapeError, match=r"resid_post' at position 3: .*\(2, 3, 4\).*pos=None"):
-        edit.hook(rows)(x, model.point("blocks.1.hook_resid_post"))
+    point = model.point("blocks.1.hook_resid_post")
+    assert torch.equal(
+        edits.replace(x + 1, pos=torch.tensor([1, 2]))(x, point).sum((1, 2)), torch.tensor([4.0, 4.0])
+    )
+    with pytest.raises(
+        pl.InputError, match=r"pos=\[1, 3\] at .*resid_post': .* 3 positions\. None edits all"
+    ):
+        edits.replace(x + 1, pos=torch.tensor([1, 3]))(x, point)
 
 
 @pytest.mark.parametrize("pos", [1, [0, -1], torch.tensor([1, 0]), torch.eye(2, 5).bool()])
@@ -188,7 +191,7 @@ def test_the_windows_of_the_final_layer_sites_are_on_the_axis_of_positions() -> 
     rows = torch.arange(N)[:, None]
     assert torch.equal(held, cache[PATTERN].transpose(1, 2)[rows, where])
     zeros = torch.zeros_like(cache[PATTERN])
-    wrote = _write(model, PATTERN, held, where).hook(torch.arange(N))(zeros, model.point(PATTERN))
+    wrote = _write(model, PATTERN, held, where, LENGTH).edit_for(torch.arange(N))(zeros, model.point(PATTERN))
     assert wrote is not None
     assert torch.equal(wrote.transpose(1, 2)[rows, where], held)
     assert int((wrote.sum((1, 3)) != 0).sum()) == 2 * N

@@ -13,9 +13,10 @@ from torch import Tensor
 
 import probelens as pl
 from probelens.adapters.hf.resume import KeyValues
+from probelens.running.sweep.conditions import Condition, Read
 from probelens.running.sweep.engine import Engine
 from probelens.running.sweep.limits import Sizes, mib
-from probelens.running.sweep.plan import Condition, Read, plan, sweep
+from probelens.running.sweep.plan import plan, sweep
 
 SITES: list[Any] = ["layers", ["blocks.0.hook_resid_pre", "blocks.1.hook_resid_pre"], "hook_embed"]
 

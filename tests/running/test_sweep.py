@@ -10,7 +10,8 @@ import zoo
 
 import probelens as pl
 from probelens.running.sweep import resume as _resume
-from probelens.running.sweep.plan import Condition, Edit, Read, sweep
+from probelens.running.sweep.conditions import Condition, Intervention, Read
+from probelens.running.sweep.plan import sweep
 
 N, LENGTH = 5, 12
 RESUMES = ["neox", "neox-sequential", "gpt2", "llama", "mamba", "mamba2"]
@@ -25,7 +26,7 @@ def add_at(name: str, pos: int, size: float = 1.0) -> Condition:
         out[:, pos] += size * torch.linspace(-1, 1, tensor.shape[-1]).square()
         return out
 
-    return Condition((name, pos), (Edit(name, fn),))
+    return Condition((name, pos), (Intervention(name, lambda rows: fn),))
 
 
 def last(logits: torch.Tensor) -> torch.Tensor:
@@ -39,7 +40,7 @@ def one_by_one(
     rows, out = torch.arange(len(x)), []
     for c in conditions:
         with torch.no_grad():
-            logits = model.run_with_hooks(x, [(e.name, e.hook(rows)) for e in c.edits])
+            logits = model.run_with_hooks(x, [(i.name, i.edit_for(rows)) for i in c.interventions])
         if read.pos is not None:
             logits = logits.gather(1, read.pos[..., None].expand(-1, -1, logits.shape[-1]))
         out.append(read.fn(logits))
@@ -116,13 +117,13 @@ def test_edits_of_several_blocks_and_inside_them() -> None:
             return tensor * 2 if hook.pos is None or hook.pos >= 7 else tensor
 
         joint = [
-            Condition(("joint", p), (*add_at("blocks.0.hook_resid_pre", p).edits, *add_at("blocks.1.hook_resid_post", p).edits))
+            Condition(("joint", p), (*add_at("blocks.0.hook_resid_pre", p).interventions, *add_at("blocks.1.hook_resid_post", p).interventions))
             for p in range(4)
         ]  # fmt: skip
-        limited = Edit("blocks.1.hook_resid_pre", lambda tensor, hook: tensor * 3, pos=(2, 8))
+        limited = Intervention("blocks.1.hook_resid_pre", lambda rows: pl.edits.scale(3.0, pos=[2, 8]))
         conditions = [
             *joint,
-            Condition(("inside",), (Edit(inside, double),)),
+            Condition(("inside",), (Intervention(inside, lambda rows, fn=double: fn),)),
             Condition((), (limited,)),
             Condition((), ()),
         ]
@@ -191,7 +192,10 @@ def test_nothing_stays_on_the_module_after_an_edit_that_fails() -> None:
         def fail(tensor: torch.Tensor, hook: Any) -> torch.Tensor:
             raise ValueError("on purpose")
 
-        bad = [Condition((i,), (Edit("blocks.1.hook_resid_pre", fail),)) for i in range(4)]
+        bad = [
+            Condition((i,), (Intervention("blocks.1.hook_resid_pre", lambda rows, fn=fail: fn),))
+            for i in range(4)
+        ]
         with pytest.raises(ValueError, match="on purpose"):
             sweep(model, x, bad, Read(last))
         assert not any("forward" in vars(m) for m in model.module.modules())

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import probelens as pl
-from probelens.running.sweep.plan import Condition, Edit, Read, SweepPlan, plan, sweep
+from probelens.running.sweep.conditions import Condition, Intervention, Read
+from probelens.running.sweep.plan import SweepPlan, plan, sweep
 
 N = 5
 FAMILIES = {"neox": "resume", "mamba": "resume", "gru": "skip"}
@@ -32,8 +33,8 @@ SITES = [
 
 def stated(name: str, pos: int) -> Condition:
     """``add_at`` that says where it begins."""
-    (edit,) = add_at(name, pos).edits
-    return Condition((name, pos), (Edit(name, edit.fn, first=torch.full((N,), pos)),))
+    (one,) = add_at(name, pos).interventions
+    return Condition((name, pos), (Intervention(name, one.edit_for, torch.full((N,), pos)),))
 
 
 def cells(make: Callable[[str, int], Condition] = stated) -> list[Condition]:
@@ -152,7 +153,9 @@ def test_a_plan_counts_what_runs(name: str, batch_size: int, monkeypatch: pytest
 
     def naive() -> None:
         for condition in [Condition((), ()), *cells()]:
-            model.run_with_hooks(tokens(), [(e.name, e.hook(torch.arange(N))) for e in condition.edits])
+            model.run_with_hooks(
+                tokens(), [(i.name, i.edit_for(torch.arange(N))) for i in condition.interventions]
+            )
 
     assert counted.of(naive) == (planned.naive_block_positions, planned.naive_unembedded)
     assert planned.ratio > 1
@@ -194,8 +197,8 @@ def test_a_wrong_statement_of_the_first_position_changes_no_number() -> None:
         right = sweep(model, tokens(), cells(), READ)
 
         def late(name: str, pos: int) -> Condition:
-            (edit,) = stated(name, pos).edits
-            return Condition((), (Edit(name, edit.fn, first=torch.full((N,), LENGTH)),))
+            (one,) = stated(name, pos).interventions
+            return Condition((), (Intervention(name, one.edit_for, torch.full((N,), LENGTH)),))
 
         wrong = sweep(model, tokens(), cells(late), READ)
         assert right.path == wrong.path == "resume"

@@ -18,7 +18,7 @@ from probelens.running.sweep.suffix import SuffixRuns
 
 if TYPE_CHECKING:
     from probelens.hooks.model import HookedModel
-    from probelens.running.sweep.plan import Condition, Read
+    from probelens.running.sweep.conditions import Condition, Read
 
 __all__ = ["Engine"]
 
@@ -93,7 +93,7 @@ class Engine:
     def _start(self, condition: Condition) -> int | None:
         """The first block that the condition touches; None to run everything."""
         layers = []
-        for edit in condition.edits:
+        for edit in condition.interventions:
             name = self.model.point(edit.name).name
             if not name.startswith("blocks."):
                 return None
@@ -189,7 +189,7 @@ class Engine:
             torch.no_grad(),
             self.model.evaluating(),
             faster_forwards(
-                self.model, {edit.name for condition in self.conditions for edit in condition.edits}
+                self.model, {edit.name for condition in self.conditions for edit in condition.interventions}
             ),
             progress_bar(len(self.chunks) * (len(self.conditions) + 1), describe, progress) as bar,
         ):
@@ -232,7 +232,7 @@ class Engine:
     def _edited(
         self, rows: Tensor, condition: Condition, start: int | None, resids: dict[int, Tensor]
     ) -> Tensor:
-        hooks = [(edit.name, edit.hook(rows)) for edit in condition.edits]
+        hooks = [(one.name, one.edit_for(rows)) for one in condition.interventions]
         tokens, mask = self._inputs(rows)
         begin: dict[str, Any] = {"attention_mask": mask}
         inputs = tokens

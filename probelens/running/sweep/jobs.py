@@ -12,7 +12,7 @@ from probelens.running.sweep.limits import Limits
 
 if TYPE_CHECKING:
     from probelens.hooks.model import HookedModel
-    from probelens.running.sweep.plan import Condition, Edit
+    from probelens.running.sweep.conditions import Condition, Intervention
 
 __all__ = ["SHORTEST", "Job", "Load", "jobs_of", "loads"]
 
@@ -29,17 +29,17 @@ class Job:
     """
 
     index: int
-    edits: tuple[Edit, ...]
+    interventions: tuple[Intervention, ...]
     start: int
     stop: int
     at: str | None
 
-    def earliest(self, rows: Tensor, length: int) -> int:
+    def earliest(self, rows: Tensor) -> int:
         """The first position that may change, as far as that is known before it runs."""
         if self.at is None and self.stop > 0:
             # With hooks inside it a block may run another kernel, whose rounding differs at every position.
             return 0
-        return min(edit.earliest(rows, length) for edit in self.edits)
+        return min(edit.earliest(rows) for edit in self.interventions)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def loads(
 
 def _job(model: HookedModel, index: int, condition: Condition) -> Job | None:
     """What to run for a condition; None where an edit lies outside the blocks, or a run can't begin there."""
-    names = {model.point(edit.name).name for edit in condition.edits}
+    names = {model.point(edit.name).name for edit in condition.interventions}
     layers = [_layer(name) for name in names]
     if not layers or None in layers:
         return None
@@ -113,7 +113,7 @@ def _job(model: HookedModel, index: int, condition: Condition) -> Job | None:
     stop = start + ends[kind] if direct is not None else last + 1
     if (start > 0 and not model.can_start_at(start)) or not model.can_start_at(stop):
         return None
-    return Job(index, condition.edits, start, stop, direct)
+    return Job(index, condition.interventions, start, stop, direct)
 
 
 def _layer(name: str) -> int | None:

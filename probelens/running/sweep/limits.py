@@ -11,7 +11,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from probelens.hooks.model import HookedModel
-    from probelens.running.sweep.plan import Read
+    from probelens.running.sweep.conditions import Read
     from probelens.running.sweep.suffix import SuffixRuns
 
 __all__ = ["Limits", "Sizes", "in_bytes", "largest", "limits_of", "mib"]

@@ -12,121 +12,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
-from probelens.errors import InputError, metric_note, noted
+from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
 from probelens.hooks.padding import mask_for_model
-from probelens.hooks.points import HookFn, at
 from probelens.numerics.tensors import whole_number
+from probelens.running.sweep.conditions import Condition, Read
 from probelens.running.sweep.engine import Engine
 from probelens.running.sweep.limits import mib
 
-__all__ = ["Condition", "Edit", "Read", "SweepPlan", "SweepResult", "plan", "sweep"]
-
-
-@dataclass(frozen=True)
-class Edit:
-    """One edit at one hook point.
-
-    Args:
-        name: Hook point.
-        fn: ``fn(tensor, hook, **rows)`` with the batch's rows of ``data``; returns a tensor or None.
-        data: Tensors with one row an example, cut to the batch that runs (example, ...); or functions
-            that give the rows of the batch.
-        pos: Limit to these positions, through ``probelens.at``; None for the whole tensor.
-        first: The first position that may change in each example, for a plan; None if that isn't known.
-            What runs doesn't depend on it. (example,)
-    """
-
-    name: str
-    fn: Callable[..., Tensor | None]
-    data: Mapping[str, Tensor | Callable[[Tensor], Tensor]] = field(default_factory=dict)
-    pos: tuple[int, ...] | None = None
-    first: Tensor | None = None
-
-    def hook(self, rows: Tensor) -> HookFn:
-        """The hook function for the examples ``rows``.
-
-        Args:
-            rows: Which examples are in the batch. (batch,)
-
-        Returns:
-            A hook function for this batch.
-        """
-        cut = {
-            key: value[rows.to(value.device)] if isinstance(value, Tensor) else value(rows)
-            for key, value in self.data.items()
-        }
-
-        # Alone, without the data of other batches: a hook may travel to where the model runs.
-        fn = self.fn
-
-        def call(tensor: Tensor, hook: Any) -> Tensor | None:
-            return fn(tensor, hook, **cut)
-
-        return call if self.pos is None else at(self.pos, call)
-
-    def earliest(self, rows: Tensor, length: int) -> int:
-        """The first position that may change, as far as ``pos`` and ``first`` say.
-
-        Args:
-            rows: Which examples are in the batch. (batch,)
-            length: Positions of a sequence.
-
-        Returns:
-            A position; the length where none may change.
-        """
-        stated = 0 if self.pos is None else min((p % length for p in self.pos), default=length)
-        return stated if self.first is None else max(stated, int(self.first[rows].min()))
-
-
-@dataclass(frozen=True)
-class Condition:
-    """Edits that are in place together during one run, and a key that names the run.
-
-    Args:
-        key: Names the run; any tuple that can be told from the others.
-        edits: Edits of that run.
-    """
-
-    key: tuple[Any, ...]
-    edits: tuple[Edit, ...]
-
-
-@dataclass(frozen=True)
-class Read:
-    """What is kept of each run.
-
-    Args:
-        fn: ``fn(logits, **rows)`` to a value for each example. Logits (batch, read, d_vocab).
-        pos: Positions read of each example; None for all. (example, read)
-        data: Tensors with one row an example, given to ``fn``. (example, ...)
-    """
-
-    fn: Callable[..., Tensor]
-    pos: Tensor | None = None
-    data: Mapping[str, Tensor] = field(default_factory=dict)
-
-    def value(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """What is kept of some examples' logits.
-
-        Args:
-            logits: At the positions read. (batch, read, d_vocab)
-            rows: Which examples they are of. (batch,)
-
-        Returns:
-            A value for each example. (batch, ...)
-        """
-        fn = self.fn
-        data = {key: value[rows].to(logits.device) for key, value in self.data.items()}
-        # The library's own readers name the metric that they were given.
-        if str(getattr(fn, "__module__", "")).partition(".")[0] == "probelens":
-            return fn(logits, **data)
-        with noted(lambda: metric_note(fn, ", ".join(["logits", *(f"{key}={key}" for key in data)]))):
-            return fn(logits, **data)
+__all__ = ["SweepPlan", "SweepResult", "plan", "sweep"]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from probelens.running.sweep.resume import Resumer, distrust, distrusted, first_
 
 if TYPE_CHECKING:
     from probelens.hooks.model import HookedModel
-    from probelens.running.sweep.plan import Condition, Read
+    from probelens.running.sweep.conditions import Condition, Read
 
 __all__ = ["SuffixRuns"]
 
@@ -91,7 +91,7 @@ class SuffixRuns:
         # One condition or two don't pay for trying whether resuming is right.
         if len(jobs) <= 2:
             return f"{len(jobs)} conditions that could begin in mid-sequence, which takes 3"
-        unedited = [i for i, c in enumerate(conditions) if not c.edits]
+        unedited = [i for i, c in enumerate(conditions) if not c.interventions]
         return cls(resumer, tokens, read, jobs, unedited, len(conditions) - len(jobs) - len(unedited))
 
     # -- what it takes -------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class SuffixRuns:
         # Batches are neighbouring examples; the run of a plan asks for what its counts asked for.
         batch = (int(rows[0]), len(rows))
         if batch not in self._begins:
-            self._begins[batch] = tuple(self._floor(job.earliest(rows, self.length)) for job in self.jobs)
+            self._begins[batch] = tuple(self._floor(job.earliest(rows)) for job in self.jobs)
         begins = self._begins[batch]
         key = (len(rows), begins, last)
         if key not in self._loads:
@@ -251,10 +251,10 @@ class SuffixRuns:
         if job.at is not None and (job.at.endswith("pre") or torch.equal(cache[job.at], plain)):
             tensor = plain.clone()
             point = self.model.point(job.at)
-            for edit in job.edits:
-                tensor = Entry(point, edit.hook(rows)).forward(tensor, point)
+            for edit in job.interventions:
+                tensor = Entry(point, edit.edit_for(rows)).forward(tensor, point)
             return tensor
-        hooks = [(edit.name, edit.hook(rows)) for edit in job.edits]
+        hooks = [(one.name, one.edit_for(rows)) for one in job.interventions]
         start = job.start if job.start > 0 else None
         inputs = self.tokens[rows] if start is None else cache[f"blocks.{start}.hook_resid_pre"]
         with self.resumer.running():

@@ -1,0 +1,89 @@
+"""What a sweep runs and keeps: interventions, conditions of several of them, and what is read of each run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from probelens.errors import metric_note, noted
+from probelens.hooks.points import HookFn
+
+__all__ = ["Condition", "Intervention", "Read"]
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """One hook at one hook point, made anew for each batch of examples.
+
+    Args:
+        name: Hook point.
+        edit_for: From the numbers of a batch's examples to the hook function that they get, which is usually one of
+            ``pl.edits``: ``lambda rows: pl.edits.replace(values[rows], pos=columns[rows])``. It should hold
+            nothing of other batches, since a hook may be sent to where the model runs.
+        first: The first position that may change in each example, for a plan; None if that isn't known.
+            What runs doesn't depend on it. (example,)
+    """
+
+    name: str
+    edit_for: Callable[[Tensor], HookFn]
+    first: Tensor | None = None
+
+    def earliest(self, rows: Tensor) -> int:
+        """The first position that may change in any of some examples, as far as ``first`` says.
+
+        Args:
+            rows: Numbers of the examples. (batch,)
+
+        Returns:
+            A position.
+        """
+        return 0 if self.first is None else int(self.first[rows].min())
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Interventions that are in place together during one run.
+
+    Args:
+        key: Names the run.
+        interventions: What is in place; none for an unedited run.
+    """
+
+    key: tuple[Any, ...]
+    interventions: tuple[Intervention, ...]
+
+
+@dataclass(frozen=True)
+class Read:
+    """What is kept of each run.
+
+    Args:
+        fn: ``fn(logits, **rows)`` to a value for each example. Logits (batch, read, d_vocab).
+        pos: Positions read of each example; None for all. (example, read)
+        data: Tensors with one row an example, given to ``fn``. (example, ...)
+    """
+
+    fn: Callable[..., Tensor]
+    pos: Tensor | None = None
+    data: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def value(self, logits: Tensor, rows: Tensor) -> Tensor:
+        """What is kept of some examples' logits.
+
+        Args:
+            logits: At the positions read. (batch, read, d_vocab)
+            rows: Which examples they are of. (batch,)
+
+        Returns:
+            A value for each example. (batch, ...)
+        """
+        fn = self.fn
+        data = {key: value[rows].to(logits.device) for key, value in self.data.items()}
+        # The library's own readers name the metric that they were given.
+        if str(getattr(fn, "__module__", "")).partition(".")[0] == "probelens":
+            return fn(logits, **data)
+        with noted(lambda: metric_note(fn, ", ".join(["logits", *(f"{key}={key}" for key in data)]))):
+            return fn(logits, **data)
