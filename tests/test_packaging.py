@@ -224,7 +224,7 @@ def test_ci_runs_the_commands_of_the_readme() -> None:
 
 
 @pytest.mark.slow
-def test_wheel_holds_every_module_and_the_type_marker(tmp_path: Path) -> None:
+def test_wheel_holds_every_module_the_type_marker_and_the_page_of_reports(tmp_path: Path) -> None:
     """Built from a copy without symlinks, as a checkout on a system that has none would be."""
     copy = tmp_path / "src"
     for top in FOLDERS:
@@ -239,7 +239,8 @@ def test_wheel_holds_every_module_and_the_type_marker(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     inside = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
-    assert {installed_path(p) for p in sources()} | {"probelens/py.typed"} <= inside
+    assets = {installed_path(p) for p in (ROOT / "probelens/results/report/assets").iterdir()}
+    assert {installed_path(p) for p in sources()} | {"probelens/py.typed"} | assets <= inside
     assert {n.partition("/")[0] for n in inside} == {"probelens"}
     assert wheel.stat().st_size < 2_000_000
 

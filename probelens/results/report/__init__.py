@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from probelens.errors import InputError
 from probelens.results.files import atomic_path
 from probelens.results.report import html as parts
-from probelens.results.report import template as page
 from probelens.results.report.terms import TERMS
 
 if TYPE_CHECKING:
@@ -205,7 +205,6 @@ def render_report(
     """
     from plotly.offline import get_plotlyjs
 
-    from probelens import __version__
     from probelens.results.plots import template
 
     if not title.strip():
@@ -227,12 +226,14 @@ def render_report(
     if versions:
         doc.section("Versions", parts.facts(versions, code=True))
     doc.embed("page-data", {name: template(name).to_plotly_json() for name in ("light", "dark")})
-    plotly, script = parts.script(get_plotlyjs()), parts.script(page.JS)
-    return page.PAGE.format(
-        policy=page.POLICY.format(plotly=parts.sha256(plotly), js=parts.sha256(script)),
-        version=parts.text(__version__),
+    plotly, script = parts.script(get_plotlyjs()), parts.script(_asset("report.js"))
+    # Every value is escaped HTML, a hash, or a file of this package.
+    return _asset("page.html").format(
+        plotly_hash=parts.sha256(plotly),
+        js_hash=parts.sha256(script),
+        version=parts.text(metadata.version("probelens")),
         title=parts.text(title),
-        css=page.CSS,
+        css=_asset("report.css"),
         toc="\n".join(doc.contents),
         lead=parts.prose(lead),
         body="\n".join(doc.body),
@@ -240,6 +241,10 @@ def render_report(
         plotly=plotly,
         js=script,
     )
+
+
+def _asset(name: str) -> str:
+    return resources.files(__name__).joinpath("assets", name).read_text(encoding="utf-8")
 
 
 def _section(section: Section, doc: parts.Document) -> str:
