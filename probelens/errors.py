@@ -19,10 +19,6 @@ __all__ = [
     "ShapeError",
     "StoreError",
     "UnknownHookError",
-    "metric_note",
-    "nearest",
-    "noted",
-    "require",
 ]
 
 

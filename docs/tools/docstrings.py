@@ -1,7 +1,7 @@
 """What a docstring lacks: used by ``test_docstrings.py``, and by hand, ``python docs/tools/docstrings.py [WORD]``.
 
-A public name is one that the API pages show: a name of their own, a name in the ``__all__`` of a module, or a public
-method or property that a class of probelens gives one of these.
+A public name is one that the API pages show (``api_pages.py``), or a public method or property that a class of probelens
+gives one of these.
 """
 
 from __future__ import annotations
@@ -9,22 +9,18 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
-import importlib
 import inspect
-import pkgutil
 import re
 import sys
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import griffe
+from api_pages import shown
 
-import probelens
 from probelens import errors
 
-PAGES = Path(__file__).resolve().parents[1] / "api"
 ERRORS = {n for n in errors.__all__ if isinstance(getattr(errors, n), type)}
 # A shape: "(batch, pos, …)", "(d,)", "(n_heads, d_model / n_heads)", "(...)" or "()"; or a stated scalar.
 AXIS = r"[\w.…*]+(?: ?[+*/×·−-] ?\w+)*"  # noqa: RUF001
@@ -60,36 +56,10 @@ class Public:
         return next((inspect.getdoc(f) or "" for f in found if f is not None and inspect.getdoc(f)), "")
 
 
-def directives() -> dict[str, str]:
-    """What the API pages show, a module or a name in one, and on which page."""
-    pages = sorted(PAGES.glob("*.md"))
-    return {m[1]: p.stem for p in pages for m in re.finditer(r"^::: (\S+)$", p.read_text("utf-8"), re.M)}
-
-
-def modules() -> list[str]:
-    """Every module whose path has no underscore and that lists names; not recipes and not the command line."""
-    found = [m.name for m in pkgutil.walk_packages(probelens.__path__, "probelens.")]
-    skipped = ("probelens.examples", "probelens.cli.main")
-    public = [n for n in found if not n.startswith(skipped) and not re.search(r"\._", n)]
-    return sorted(n for n in public if hasattr(importlib.import_module(n), "__all__"))
-
-
-def shown() -> Iterator[tuple[str, Any]]:
-    """Every name on the API pages under the path there, with its value."""
-    known = set(modules())
-    for path in directives():
-        if path in known:
-            module = importlib.import_module(path)
-            yield from ((f"{path}.{name}", getattr(module, name)) for name in module.__all__)
-        else:
-            module, _, name = path.rpartition(".")
-            yield path, getattr(importlib.import_module(module), name)
-
-
 def names() -> list[Public]:
     """Every public class and function once, with methods and properties, under the module that defines it."""
     found: dict[str, Public] = {}
-    for _, value in shown():
+    for _, _, value in shown():
         value = inspect.unwrap(value) if inspect.isroutine(value) else value
         if not getattr(value, "__module__", "").startswith("probelens") or not hasattr(value, "__qualname__"):
             continue  # a constant, or an alias of a type

@@ -41,7 +41,7 @@ positions alone and change later ones, the patched last residual must be the oth
 - **works, resumed** / **from the block** / **whole runs**: this is how its many runs are made. Resumed runs begin at
   the first changed block *and* position, many in one pass; else they begin at the edited block; else each run is a whole
   one. The numbers are the same.
-- **works without H, I**: these sites of [`patch_sites`](api/final_layer.md) don't exist in this architecture; its
+- **works without H, I**: these sites of [`patch_sites`](api/patching.md#sites-of-the-final-layer) don't exist in this architecture; its
   rows say why.
 - **none**: the model's class has no such thing.
 - **refused**: an error of this class, before anything is measured. The reasons stand below each table.

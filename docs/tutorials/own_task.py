@@ -72,7 +72,7 @@ profile.to_dataframe()[["layer", "accuracy", "last_w", "drop", "refit_accuracy",
 
 # %% [markdown]
 # The verdict of the whole profile says *where* the variable builds up, by rules that are written down in
-# [the indices](../api/indices.md):
+# [the indices](../api/numerics.md#probelens.numerics.indices):
 
 # %%
 print(profile.indices["max"].verdict, "-", profile.indices["max"].reason)

@@ -381,7 +381,7 @@ def test_a_trained_model_is_swept_layer_by_layer() -> None:
     assert x.shape[-1] == 32
 
 
-if __name__ == "__main__":  # prints the table of times in docs/api/erasure_sweep.md
+if __name__ == "__main__":  # prints the table of times in docs/api/ablation.md
     import time
 
     task = pl.tasks.Dyck(k=2, max_depth=10, noop=0.2, target="state", bos=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 from typing import Any
 
@@ -127,15 +126,3 @@ def test_a_page_that_does_not_run_is_noticed(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(AssertionError) as caught:
         run_page("page.md")
     assert caught.traceback[-1].lineno + 1 == 8
-
-
-def test_every_public_name_is_on_a_page_and_every_page_in_the_menu() -> None:
-    found = sorted((ROOT / "docs/api").glob("*.md"))
-    pages = {p.stem for p in found}
-    shown = {
-        name for p in found for name in re.findall(r"^::: probelens\.(\w+)", p.read_text(), re.MULTILINE)
-    }
-    wanted = {pl._HOME.get(name, name) for name in pl.__all__} - {"__version__"}
-    assert wanted <= pages | shown
-    menu = (ROOT / "mkdocs.yml").read_text()
-    assert [page for page in sorted(pages) if f"api/{page}.md" not in menu] == []

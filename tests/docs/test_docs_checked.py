@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+import api_pages
 import docs_inventory as inventory
-import docstrings
 import pytest
 import tutorials
 from docs_commands import PROJECT, problem
@@ -243,7 +243,7 @@ def link_problem(link: Found) -> str:
 
 def _public(path: str) -> bool:
     """Whether the pages of the API show a name, or the class or module that has it."""
-    shown = {name for name, _ in docstrings.shown()} | set(docstrings.directives())
+    shown = {name for _, name, _ in api_pages.shown()} | set(api_pages.public())
     return path in shown or (
         path.rpartition(".")[0] in shown and hasattr(_found(path.rpartition(".")[0]), path.rpartition(".")[2])
     )

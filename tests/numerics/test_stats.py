@@ -230,7 +230,7 @@ def test_interval_round_trips_and_tabulates(tmp_path):
     assert pl.stats.hierarchical_bootstrap is hierarchical_bootstrap
 
 
-if __name__ == "__main__":  # prints the table of coverages in docs/api/stats.md
+if __name__ == "__main__":  # prints the table of coverages in docs/api/numerics.md
     print("| seeds | examples | between | values | linear | logit | plain percentiles |")
     print("|---|---|---|---|---|---|---|")
     for n_seeds in (3, 4, 5, 6, 8):

@@ -1,6 +1,6 @@
 """Brings one pinned archive of the package index into a cache outside the repository, or says why it can't.
 
-The archive is fetched by ``pip download``, so whatever index, proxy and certificates the machine has set up
+Pip downloads the archive, so whatever index, proxy and certificates the machine has set up
 for pip are the ones used. The sha256 is part of the request: pip refuses any other content before it looks
 inside.
 """
