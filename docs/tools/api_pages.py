@@ -106,7 +106,9 @@ def filled(page: str) -> str:
     """A page with its modules in place of ``[room NAME]``, and with the members of each module in order."""
     text = ROOM.sub(
         lambda m: "\n\n".join(
-            f"::: {name}" for name in public() if name.split(".")[1] == m[1] and name not in written()
+            f"::: {name}"
+            for name in public()
+            if name.split(".")[1] == m[1] and name not in written() and members(name)
         ),
         source(page),
     )
