@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from probelens.errors import AdapterNotFoundError, InputError, ShapeError
 from probelens.hooks.adapter import Adapter
 from probelens.hooks.config import Call, ModelConfig
-from probelens.hooks.points import HookPoint
+from probelens.hooks.points import HookPoint, in_block
 from probelens.hooks.switchboard import Switchboard
 
 __all__ = ["TransformerLens"]
@@ -146,14 +146,14 @@ class TransformerLens(Adapter):
 
     def _point(self, name: str) -> HookPoint:
         own = self._own[name]
-        axes, note = _AROUND[name] if name in _AROUND else _INSIDE[name.split(".", 2)[2]]
+        axes, note = _AROUND[name] if name in _AROUND else _INSIDE[in_block(name)[1]]
         # TransformerLens' second name for resid_mid is the norm's input, whose edits don't reach the residual.
         others = [n for n, p in self._own.items() if p is own and n != name]
         aliases = () if name.endswith("hook_resid_mid") else tuple(others)
         return HookPoint(name, "boundary", axes, own.name or name, aliases, note=note)
 
     def find(self, name: str) -> HookPoint | None:
-        tail = name.split(".", 2)[2] if name.startswith("blocks.") and name.count(".") > 1 else name
+        tail = in_block(name)[1]
         if name not in self._own or tail in _FOREIGN or tail in _INSIDE or tail in _AROUND:
             return None
         return HookPoint(

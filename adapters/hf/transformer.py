@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from probelens.adapters.hf import attention as _attention
 from probelens.adapters.hf.blocks import ATTENTION, BlockParts, first_child, join, parts_of, uses_interface
 from probelens.adapters.hf.decoder import HFAdapter, is_hf
-from probelens.hooks.points import HookPoint
+from probelens.hooks.points import HookPoint, in_block
 from probelens.hooks.switchboard import Switchboard, Tap, attach_to_module
 
 if TYPE_CHECKING:
@@ -162,20 +162,19 @@ class HFTransformer(HFAdapter):
         return KeyValues.of(model)
 
     def absent(self, name: str) -> str | None:
-        head, _, rest = name.partition(".")
-        layer, _, tail = rest.partition(".")
-        if head != "blocks" or not layer.isdigit() or int(layer) >= len(self.blocks):
+        layer, tail = in_block(name)
+        if layer is None or layer >= len(self.blocks):
             return None
-        parts, last = self.block_parts[int(layer)], tail.rsplit(".", 1)[-1]
+        parts, last = self.block_parts[layer], tail.rsplit(".", 1)[-1]
         if last in parts.absent:
             return parts.absent[last]
-        kind = type(self.module.get_submodule(self.blocks[int(layer)])).__name__
+        kind = type(self.module.get_submodule(self.blocks[layer])).__name__
         if tail.startswith("attn.") or last == "hook_attn_out":
             if parts.attention is None:
                 return f"block {layer} (a {kind}) has no attention; use hook_mixer_out"
             return (
                 f"the attention of block {layer} doesn't go through transformers' attention interface, "
-                f"so its inside is out of reach; use hook_attn_out or '{join(self.blocks[int(layer)], parts.attention)}.hook_in'"
+                f"so its inside is out of reach; use hook_attn_out or '{join(self.blocks[layer], parts.attention)}.hook_in'"
             )
         if tail.startswith("mixer.") or last == "hook_mixer_out":
             if parts.mixer is None:
@@ -183,7 +182,7 @@ class HFTransformer(HFAdapter):
             inside = f"blocks.{layer}.mixer."
             if any(p.kind == "interior" and p.name.startswith(inside) for p in self.all_points):
                 return None
-            mixer = self.module.get_submodule(join(self.blocks[int(layer)], parts.mixer))
+            mixer = self.module.get_submodule(join(self.blocks[layer], parts.mixer))
             return (
                 f"the mixer of block {layer} (a {type(mixer).__name__}) has no reference forward here, so its "
                 "inside is out of reach; use hook_mixer_out"

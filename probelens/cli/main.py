@@ -25,7 +25,6 @@ from probelens.errors import (
     ProbelensError,
     StoreError,
     UnknownHookError,
-    nearest,
 )
 from probelens.experiments.settings import configure, restore, unknown
 
@@ -230,22 +229,13 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _hooks(args: argparse.Namespace) -> int:
-    import fnmatch
-
-    table = _load(args.model).hook_points()
-    if args.match:
-        names = list(table["name"])
-        table = table[[fnmatch.fnmatchcase(name, args.match) for name in names]]
-        if table.empty:
-            near = nearest(args.match, names)
-            hint = f" Nearest: {', '.join(near)}." if near else ""
-            raise InputError(f"no hook point fits {args.match!r}.{hint} Leave --match out to see all of them")
+    table = _load(args.model).hook_points(args.match)
     print(table.to_json(orient="records", indent=2) if args.json else table.to_string(index=False))
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
-    report = _load(args.model).verify(progress=not args.quiet)
+    report = _load(args.model).verify(names=args.match, progress=not args.quiet)
     if args.json:
         content = {
             "model": report.model,

@@ -137,7 +137,7 @@ def build(do: Mapping[str, Callable[[argparse.Namespace], int]]) -> tuple[Parser
         "  probelens hooks ./my_model --json | jq -r '.[].name'",
     )  # fmt: skip
     hooks.add_argument("model", metavar="MODEL", help="hub id or folder")
-    hooks.add_argument("--match", metavar="GLOB", help="only names that fit, such as 'blocks.0.*'")
+    hooks.add_argument("--match", metavar="NAMES", help="only these: 'blocks.0.*', resid_post, …")
     hooks.add_argument("--json", action="store_true", help="machine-readable")
 
     verify = command(
@@ -145,9 +145,11 @@ def build(do: Mapping[str, Callable[[argparse.Namespace], int]]) -> tuple[Parser
         "Try every hook point of a model: it must fire, an identity edit must change nothing, noise must\n"
         "change the output, and another run's residual stream must bring that run's output back. Exit\n"
         "status 1 if a point fails.",
-        "  probelens verify EleutherAI/pythia-160m\n  probelens verify ./my_model --all",
+        "  probelens verify EleutherAI/pythia-160m\n  probelens verify ./my_model --all\n"
+        "  probelens verify ./my_model --match 'blocks.0.*'",
     )  # fmt: skip
     verify.add_argument("model", metavar="MODEL", help="hub id or folder")
+    verify.add_argument("--match", metavar="NAMES", help="only these: 'blocks.0.*', resid_post, …")
     verify.add_argument("--all", action="store_true", help="list the points that pass, too")
     _output_options(verify)
 

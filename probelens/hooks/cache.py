@@ -10,7 +10,6 @@ from torch import Tensor
 
 from probelens.errors import InputError, ShapeError, UnknownHookError
 from probelens.hooks.names import Wrapped
-from probelens.hooks.points import in_block
 from probelens.hooks.shorthand import Names, NameTable
 
 __all__ = ["ActivationCache", "Slice", "slice_positions"]
@@ -78,9 +77,8 @@ class ActivationCache(Mapping[str, Tensor]):
     def _name(self, key: Names) -> str:
         if isinstance(key, str) and key in self.cache_dict:
             return key
-        aliases = self.model.points.aliases if self.model is not None else {}
         try:
-            return NameTable(self.cache_dict, aliases, self._n_layers()).one(key)
+            return self._table().one(key)
         except UnknownHookError as err:
             raise UnknownHookError(
                 f"{err}{self._absent(key)}. This cache holds {len(self.cache_dict)} activations (what names_filter asked for); "
@@ -92,12 +90,10 @@ class ActivationCache(Mapping[str, Tensor]):
         reason = None if self.model is None else self.model.points.absent(key)
         return f" ({reason})" if reason else ""
 
-    def _n_layers(self) -> int:
-        if self.model is not None:
-            return self.model.adapter.cfg.n_layers
-        return 1 + max(
-            (block for name in self.cache_dict if (block := in_block(name)[0]) is not None), default=-1
-        )
+    def _table(self) -> NameTable:
+        if self.model is None:
+            return NameTable(self.cache_dict)
+        return NameTable(self.cache_dict, self.model.points.aliases, self.model.points.n_layers)
 
     def __getitem__(self, key: Names) -> Tensor:
         return self.cache_dict[self._name(key)]
@@ -217,7 +213,7 @@ class ActivationCache(Mapping[str, Tensor]):
         Raises:
             UnknownHookError: The cache lacks one of them.
         """
-        n_layers = self._n_layers()
+        n_layers = self._table().n_layers
         upto = n_layers if layer in (None, -1) else layer
         if not 0 < upto <= n_layers:
             raise UnknownHookError(f"layer {layer} asked for, allowed are 1 to {n_layers}, or -1 for all")
@@ -245,7 +241,7 @@ class ActivationCache(Mapping[str, Tensor]):
             InputError: apply_ln on a model without a final norm.
             UnknownHookError: The cache lacks one of them.
         """
-        n_layers = self._n_layers()
+        n_layers = self._table().n_layers
         upto = n_layers if layer in (None, -1) else int(layer or 0)
         parts: list[Tensor] = []
         labels: list[str] = []
@@ -300,7 +296,7 @@ class ActivationCache(Mapping[str, Tensor]):
             )
         if mode not in ("all", "mlp", "attn"):
             raise InputError(f"mode={mode!r} is not known. Allowed: 'all', 'mlp', 'attn'")
-        n_layers = self._n_layers()
+        n_layers = self._table().n_layers
         upto = n_layers if layer in (None, -1) else int(layer)
         if incl_embeds and self.model is not None and (why := self.model.adapter.unsummed(upto)):
             raise InputError(f"the parts don't sum to the residual stream: {why}")

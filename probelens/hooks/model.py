@@ -527,8 +527,9 @@ class HookedModel(LensMethods):
             yield self
 
     def verify(
-        self, inputs: Any = None, *, tolerance: float | None = None, seed: int = 0, progress: bool = False
-    ) -> VerifyReport:
+        self, inputs: Any = None, names: Names = None, *, tolerance: float | None = None, seed: int = 0,
+        progress: bool = False,
+    ) -> VerifyReport:  # fmt: skip
         """Try every hook point of this very model on these inputs.
 
         Each point must fire; an edit that returns its input must change nothing; noise must change
@@ -537,6 +538,7 @@ class HookedModel(LensMethods):
 
         Args:
             inputs: Tokens, text or features; None for random tokens.
+            names: Which points, as for ``run_with_cache``; None for all.
             tolerance: Largest relative change by an identity edit; None for 1e-5 (0.05 in half precision
                 and under autocast).
             seed: Of the noise and of the other run's tokens.
@@ -547,10 +549,11 @@ class HookedModel(LensMethods):
 
         Raises:
             InputError: No inputs for a model that doesn't take tokens.
+            UnknownHookError: A name that fits no hook point.
         """
         from probelens.hooks.verify import verify
 
-        return verify(self, inputs, tolerance=tolerance, seed=seed, progress=progress)
+        return verify(self, inputs, names, tolerance=tolerance, seed=seed, progress=progress)
 
     def edit_weights(
         self, edits: Mapping[str, Callable[[Tensor], Tensor]]

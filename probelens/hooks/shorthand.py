@@ -35,16 +35,20 @@ class NameTable:
     Args:
         names: Full names, in the order of the forward pass.
         aliases: Other name to full name.
-        n_layers: Number of blocks, for layers counted from the end.
+        n_layers: Number of blocks, for layers counted from the end; None for what the names show.
 
     Examples:
-        >>> table = NameTable(["blocks.0.hook_resid_post", "blocks.1.hook_resid_post"], {}, 2)
+        >>> table = NameTable(["blocks.0.hook_resid_post", "blocks.1.hook_resid_post"])
         >>> table.one(("resid_post", -1))
         'blocks.1.hook_resid_post'
     """
 
-    def __init__(self, names: Collection[str], aliases: Mapping[str, str], n_layers: int) -> None:
-        self.names, self.aliases, self.n_layers = names, aliases, n_layers
+    def __init__(
+        self, names: Collection[str], aliases: Mapping[str, str] | None = None, n_layers: int | None = None
+    ) -> None:
+        self.names, self.aliases = names, aliases or {}
+        blocks = (in_block(name)[0] for name in names) if n_layers is None else ()
+        self.n_layers = n_layers or 1 + max((block for block in blocks if block is not None), default=-1)
 
     def alias(self, name: str) -> str:
         """The full name of an alias; other names come back as they are.

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from probelens.errors import InputError, ProbelensError
+from probelens.hooks.names import resolve
 from probelens.hooks.points import HookPoint
+from probelens.hooks.shorthand import Names
 from probelens.numerics.modes import autocasting
 from probelens.results.progress import progress_bar
 from probelens.results.result import Result
@@ -73,6 +75,7 @@ class VerifyReport(Result):
 def verify(
     model: HookedModel,
     inputs: Any = None,
+    names: Names = None,
     *,
     tolerance: float | None = None,
     seed: int = 0,
@@ -83,6 +86,7 @@ def verify(
     Args:
         model: The wrapped model.
         inputs: Tokens, text or features; None for random tokens.
+        names: Which points; None for all.
         tolerance: Largest relative change by an identity edit; None for 1e-5 (0.05 in half precision and
             under autocast).
         seed: Of the noise and of the other run's tokens.
@@ -91,13 +95,13 @@ def verify(
     Returns:
         One row a point, and what was left behind.
     """
+    points = resolve(model, names)
     x, other = _two_inputs(model, inputs, seed)
     before = left_behind(model.module)
     dtype = model.cfg.dtype
     if tolerance is None:
         tolerance = 1e-5 if dtype in (torch.float32, torch.float64) and not autocasting() else 5e-2
     rows: list[dict[str, Any]] = []
-    points = list(model.hook_dict.values())
     with torch.no_grad(), model.evaluating(), progress_bar(len(points), "hook points", progress) as bar:
         native = model(x)
         target = model(other)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from probelens.errors import InputError, ShapeError, UnknownHookError, nearest
 from probelens.hooks.forwards import need_data
+from probelens.hooks.points import in_block
 
 if TYPE_CHECKING:
     from probelens.hooks.model import HookedModel
@@ -41,14 +42,14 @@ def weight_name(model: HookedModel, name: str) -> str:
         found = f"{adapter.parts[head]}.{rest}"
         if found in tensors:
             return found
-    layer, _, inside = rest.partition(".")
+    layer, inside = in_block(name)
     options = list(tensors)
-    if head == "blocks" and layer.isdigit():
-        if int(layer) >= len(adapter.blocks):
+    if layer is not None:
+        if layer >= len(adapter.blocks):
             raise UnknownHookError(
                 f"weight {name!r} not found: this {type(model.module).__name__} has {len(adapter.blocks)} blocks"
             )
-        block = adapter.blocks[int(layer)]
+        block = adapter.blocks[layer]
         segment, _, tail = inside.partition(".")
         own = adapter.segments.get(f"{layer}.{segment}") or adapter.segments.get(segment, segment)
         for found in (f"{block}.{inside}", f"{block}.{own}.{tail}"):

@@ -53,7 +53,7 @@ class Plan:
         end = f"blocks.{self.n - 1}."
         self.after, self.before = end + "hook_resid_post", end + "hook_resid_pre"
         names = model.hook_dict
-        inside = [[p for p in names if p.startswith(f"blocks.{i}.")] for i in range(self.n)]
+        inside = [[p.name for p in names.values() if p.block == i] for i in range(self.n)]
         self.states = [[p for p in layer if p.endswith(_STATES)] for layer in inside]
         self.attention = [any(".attn." in p for p in layer) for layer in inside]
         self.backward = any(p.endswith("_reverse") for layer in inside for p in layer)

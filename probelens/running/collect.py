@@ -14,13 +14,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from probelens.errors import InputError, ShapeError, StoreError, UnknownHookError, nearest
+from probelens.errors import InputError, ShapeError, StoreError, UnknownHookError
 from probelens.hooks.cache import Slice
 from probelens.hooks.forwards import hooked_by_hand, stored
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped, resolve
 from probelens.hooks.padding import mask_for_model
-from probelens.hooks.shorthand import Names
+from probelens.hooks.shorthand import Names, NameTable
 from probelens.numerics.tensors import whole_number
 from probelens.results.progress import progress_bar
 from probelens.results.result import Result
@@ -61,12 +61,13 @@ class Activations(Result):
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)
 
-    def __getitem__(self, name: str) -> Tensor:
-        if name in self.tensors:
+    def __getitem__(self, name: Names) -> Tensor:
+        if isinstance(name, str) and name in self.tensors:
             return self.tensors[name]
-        raise UnknownHookError(
-            f"site {name!r} was not collected. Collected: {nearest(name, self.names) or self.names[:5]}"
-        )
+        try:
+            return self.tensors[NameTable(self.tensors).one(name)]
+        except UnknownHookError as err:
+            raise UnknownHookError(f"{err}. Collected: {', '.join(map(repr, self.names[:5]))}") from None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -243,7 +244,7 @@ def _inputs(
     if isinstance(batch, str) or (
         isinstance(batch, (list, tuple)) and batch and all(isinstance(t, str) for t in batch)
     ):
-        tokens, made = model._tokenize(batch)
+        tokens, made = model._tokenize(batch, None)
         attention = made if attention is None else attention
     elif isinstance(batch, Tensor):
         tokens = batch

@@ -286,6 +286,10 @@ def test_hooks_lists_the_points_of_a_model(run: Any, models: Path) -> None:
     content = json.loads(run("hooks", models / "neox", "--json", "--match", "blocks.0.*").out)
     assert [row["name"] for row in content] == [n for n in names if n.startswith("blocks.0.")]
     assert set(content[0]) == {"name", "kind", "axes", "module", "aliases", "note"}
+    short = run("hooks", models / "neox", "--json", "--match", "resid_post")
+    assert [row["name"] for row in json.loads(short.out)] == [
+        n for n in names if n.endswith("hook_resid_post")
+    ]
     none = run("hooks", models / "neox", "--match", "blocks.0.hook_resid_pots")
     assert none.status == 2
     assert "hook_resid_post" in none.err
@@ -296,6 +300,7 @@ def test_verify_passes_a_good_model_and_fails_one_with_a_dead_part(run: Any, mod
     good = run("verify", models / "neox")
     assert good.status == 0
     assert "hook points pass" in good.out
+    assert "1 of 1 hook points pass" in run("verify", models / "neox", "--match", "embed").out
     bad = run("verify", models / "dead", "--json")
     assert bad.status == 1
     content = json.loads(bad.out)

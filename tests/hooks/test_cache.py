@@ -176,7 +176,7 @@ def test_unknown_keys_say_what_there_is(cache: pl.ActivationCache, key: object, 
 
 
 def test_an_ambiguous_shorthand_asks_for_the_layer_type() -> None:
-    table = NameTable(["blocks.0.attn.hook_out", "blocks.0.mlp.hook_out"], {}, 1)
+    table = NameTable(["blocks.0.attn.hook_out", "blocks.0.mlp.hook_out"])
     with pytest.raises(pl.UnknownHookError, match="layer type"):
         table.one(("out", 0))
     assert table.one(("out", 0, "mlp")) == "blocks.0.mlp.hook_out"

@@ -92,13 +92,9 @@ class Engine:
 
     def _start(self, condition: Condition) -> int | None:
         """The first block that the condition touches; None to run everything."""
-        layers = []
-        for edit in condition.interventions:
-            name = self.model.point(edit.name).name
-            if not name.startswith("blocks."):
-                return None
-            layers.append(int(name.split(".")[1]))
-        return min(layers) if layers and self.model.can_start_at(min(layers)) else None
+        blocks = [self.model.point(edit.name).block for edit in condition.interventions]
+        first = min((block for block in blocks if block is not None), default=None)
+        return first if first is not None and None not in blocks and self.model.can_start_at(first) else None
 
     def _resume(self) -> str:
         """Plan runs from the first changed position on; the reason where they aren't possible or sure to be right."""

@@ -101,12 +101,15 @@ def loads(
 
 def _job(model: HookedModel, index: int, condition: Condition) -> Job | None:
     """What to run for a condition; None where an edit lies outside the blocks, or a run can't begin there."""
-    names = {model.point(edit.name).name for edit in condition.interventions}
-    layers = [_layer(name) for name in names]
+    points = {point.name: point for point in (model.point(edit.name) for edit in condition.interventions)}
+    names = list(points)
+    layers = [
+        -1 if name in ("hook_embed", "hook_pos_embed") else point.block for name, point in points.items()
+    ]
     if not layers or None in layers:
         return None
     start, last = (f(layer for layer in layers if layer is not None) for f in (min, max))
-    only: str | None = next(iter(names)) if len(names) == 1 else None
+    only = names[0] if len(names) == 1 else None
     ends: dict[str, Literal[0, 1]] = {"hook_resid_pre": 0, "hook_resid_post": 1}
     kind = only.rsplit(".", 1)[-1] if only is not None and start >= 0 else ""
     direct = only if only == f"blocks.{start}.{kind}" and kind in ends else None
@@ -114,9 +117,3 @@ def _job(model: HookedModel, index: int, condition: Condition) -> Job | None:
     if (start > 0 and not model.can_start_at(start)) or not model.can_start_at(stop):
         return None
     return Job(index, condition.interventions, start, stop, direct)
-
-
-def _layer(name: str) -> int | None:
-    if name in ("hook_embed", "hook_pos_embed"):
-        return -1
-    return int(name.split(".")[1]) if name.startswith("blocks.") else None
