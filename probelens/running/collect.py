@@ -67,7 +67,8 @@ class Activations(Result):
         try:
             return self.tensors[NameTable(self.tensors).one(name)]
         except UnknownHookError as err:
-            raise UnknownHookError(f"{err}. Collected: {', '.join(map(repr, self.names[:5]))}") from None
+            listed = ", ".join(map(repr, self.names[:5])) + ", …" * (len(self.names) > 5)
+            raise UnknownHookError(f"{err}. Other sites than these were not collected: {listed}") from None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
