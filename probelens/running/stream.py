@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from probelens.errors import InputError, StoreError
@@ -22,7 +23,7 @@ from probelens.results.files import atomic_path
 
 __all__ = ["RECORD", "Stream", "need_storable"]
 
-RECORD = "collect.json"
+RECORD, LOCK = "collect.json", "collect.lock"
 _STORABLE = (torch.float16, torch.float32, torch.float64)
 _FORMAT = 3
 _PARTS = 100  # Checksums a site, whatever the number of pieces: the record is written anew after each piece.
@@ -66,26 +67,24 @@ class Stream:
             return
         try:
             found = json.loads(text)
-            same, self.done = found["key"] == self.key, int(found["done"])
+            written, same, self.done = found["format"], found["key"] == self.key, int(found["done"])
             self.files = {name: Path(file).name for name, file in found["files"].items()}
             self.arrays = {
                 name: (str(dtype), tuple(shape)) for name, (dtype, shape) in found["arrays"].items()
             }
-            now = int(found.get("format", 1)) >= _FORMAT
-            old = "format" not in found and "sums" not in found
-            self.sums = [] if old else [[int(value) for value in part] for part in found["sums"]]
+            self.sums = [[int(value) for value in part] for part in found["sums"]]
             ends = [0, *(part[0] for part in self.sums)]
         except (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError) as err:
             raise StoreError(
                 f"{str(self.record)!r} is damaged ({err}). Remove the folder or choose another."
             ) from err
-        if not same:
-            early = ", or an earlier probelens wrote them, which didn't tell all weights apart"
-            raise StoreError(
-                f"{str(self.folder)!r} holds activations of other data, sites, positions or another model (other weights "
-                f"or buffers count){'' if now else early}. Choose another folder, or remove this one."
-            )
-        if not self._adds_up(old):
+        if not same or written != _FORMAT:
+            what = (
+                f"a stream of format {written}, and this probelens reads format {_FORMAT}" if written != _FORMAT
+                else "activations of other data, sites, positions or another model (other weights or buffers count)"
+            )  # fmt: skip
+            raise StoreError(f"{str(self.folder)!r} holds {what}. Choose another folder, or remove this one.")
+        if not self._adds_up():
             raise StoreError(
                 f"{str(self.record)!r} is damaged (its rows don't add up). Remove the folder or choose another."
             )
@@ -98,18 +97,15 @@ class Stream:
                         "to collect again."
                     )
             self._open(name)
-        if old and self.done < self.n:
-            # Written before there were checksums: what is there is taken as it is, and counts from now on.
-            self.sums = [[self.done, *(self._sum(name, 0, self.done) for name in self.files)]]
         self.text = text
 
-    def _adds_up(self, old: bool) -> bool:
+    def _adds_up(self) -> bool:
         ends = [0, *(part[0] for part in self.sums)]
         rows = all(shape[:1] == (self.n,) for _, shape in self.arrays.values())
         full = all(len(part) == 1 + len(self.files) for part in self.sums)
         rising = all(a < b for a, b in pairwise(ends))
         known = bool(self.files) and rows and 0 < self.done <= self.n
-        return known and (old or (full and rising and ends[-1] == self.done))
+        return known and full and rising and ends[-1] == self.done
 
     def _sum(self, name: str, start: int, stop: int) -> int:
         """Checksum of some examples, read without mapping them: mapped, they would count as the process's memory."""
@@ -171,7 +167,10 @@ class Stream:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as err:
             raise StoreError(f"can't write to {str(self.folder)!r}: {err}") from err
-        with _locked(self.folder):
+        # Where a network file system has no locks, filelock says so with an error, and nobody waits.
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(OSError, NotImplementedError):
+                held.enter_context(FileLock(self.folder / LOCK))
             self._read()
             if self.done < self.n:
                 for name in self.files:
@@ -249,25 +248,11 @@ def need_storable(dtype: torch.dtype) -> None:
         )
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    if sys.platform == "win32":
-        yield
-        return
-    import fcntl
-
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # Some network file systems lock nothing.
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
 def _advice(err: Exception) -> str:
     if isinstance(err, OSError) and err.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "Ask for the right to it, or choose another folder; what is there may be whole."
+        return (
+            "Permission denied. Fix the folder's permissions or choose another one; its data may be intact."
+        )
     return "Remove the folder to collect again."
 
 
