@@ -14,30 +14,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from probelens.ablation.scoring import (
-    CONTROLS,
-    Control,
-    Metric,
-    accuracy_chance,
-    after,
-    draw,
-    label_of,
-    run,
-    score,
-)
+from probelens.ablation.controls import CONTROLS, Control, label_of, with_controls
+from probelens.ablation.scoring import Metric, accuracy_chance, after, run, score
 from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import by_point, need_wrapped
+from probelens.probing.refit import refit_check
+from probelens.probing.result import ProbeResult
+from probelens.probing.splits import groups_of
 from probelens.results.result import Result
 from probelens.running.collect import collect
+from probelens.subspaces.fitted import probe_rows
+from probelens.subspaces.leace import Eraser
+from probelens.subspaces.subspace import Subspace
 
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
-
-    from probelens.probing import ProbeResult
-    from probelens.subspaces.leace import Eraser
-    from probelens.subspaces.subspace import Subspace
 
 __all__ = ["AblationResult", "ablate", "feeds_readout"]
 
@@ -198,9 +191,8 @@ def ablate(
     if controls < 0 or not 0 <= alpha <= 1:
         raise InputError(f"controls must be at least 0 and alpha from 0 to 1, got {controls} and {alpha}")
     # batch.mask says where labels count, which is no padding mask: it leaves BOS out, which is read.
-    attention = getattr(batch, "attention_mask", None)
-    acts = collect(model, batch, list(spaces), batch_size=batch_size, attention_mask=attention)
-    drawn = draw(model, acts, batch.mask, spaces, label, kinds, controls, seed)
+    acts = collect(model, batch, list(spaces), batch_size=batch_size)
+    drawn = with_controls(model, acts, batch.mask, spaces, label, kinds, controls, seed)
     runs = run(model, batch, drawn, metric, target, alpha, batch_size, progress, memory)
     chance = accuracy_chance(batch, target, metric)
     rows = [{**d.about, "alpha": float(alpha)} for d in drawn]
@@ -229,10 +221,6 @@ def ablate(
 
 
 def _spaces(subspaces: Any, label: str) -> dict[str, Any]:
-    from probelens.subspaces.fitted import probe_rows
-    from probelens.subspaces.leace import Eraser
-    from probelens.subspaces.subspace import Subspace
-
     if isinstance(subspaces, Mapping):
         if not subspaces:
             raise InputError("subspaces is empty. Give a mapping from hook point to Subspace or Eraser")
@@ -259,10 +247,7 @@ def _refits(
     seed: int,
 ) -> Tensor:
     """Refit probes at every target; their accuracy by position. (target, pos)"""
-    from probelens.probing.refit import refit_check
-    from probelens.probing.splits import copies_together, real_tokens
-
-    groups = copies_together(real_tokens(batch.tokens, batch.mask, batch.attention_mask), batch.groups)
+    groups = groups_of(batch)
     refits: list[Tensor] = []
     for row in rows:
         if row["condition"] != "target":

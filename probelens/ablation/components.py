@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from probelens.ablation.controls import label_of
 from probelens.ablation.scoring import (
     Metric,
     Runs,
     accuracy_chance,
-    label_of,
     per_sequence,
     reader,
     score,
@@ -168,10 +168,9 @@ def ablate_component(
         )
     known = label_of(batch, target, "target") if metric == "accuracy" or target is not None else ""
     points = [_point(model, name) for name in names]
-    attention = getattr(source, "attention_mask", None)
     acts: dict[str, Tensor] = {}
     if ways != ["zero"] or heads is not None:
-        acts = collect(model, source, names, batch_size=batch_size, attention_mask=attention).tensors
+        acts = collect(model, source, names, batch_size=batch_size).tensors
     donors = [donor_rows(batch, source, seed * 1000 + i) for i in range(draws)] if "resample" in ways else []
     parts = [(p, h) for p in points for h in _heads(p, heads, acts.get(p.name))]
     groups = [parts] if joint else [[part] for part in parts]
@@ -188,7 +187,7 @@ def ablate_component(
                 conditions.append(Condition((len(rows), i), tuple(edits)))
     found = sweep(
         model, batch.tokens, conditions, reader(batch, metric, known), batch_size=batch_size, memory=memory,
-        attention_mask=getattr(batch, "attention_mask", None), progress=progress, describe="components",
+        attention_mask=batch.attention_mask, progress=progress, describe="components",
     )  # fmt: skip
     scored = scored_positions(batch, metric)
     split = found.values.double().split([row["draws"] for row in rows])

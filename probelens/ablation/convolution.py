@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from probelens.ablation.components import ComponentResult, donor_rows, position_means, replacement, result_of
-from probelens.ablation.scoring import Metric, Runs, label_of, per_sequence, reader, scored_positions
+from probelens.ablation.controls import label_of
+from probelens.ablation.scoring import Metric, Runs, per_sequence, reader, scored_positions
 from probelens.errors import InputError, UnknownHookError
 from probelens.hooks.edits.values import Add
 from probelens.hooks.model import HookedModel
@@ -91,7 +92,7 @@ def ablate_convolution(
     groups = _groups(model, layers)
     scored, read = scored_positions(batch, metric), reader(batch, metric, known)
     shared: dict[str, Any] = {
-        "batch_size": batch_size, "memory": memory, "attention_mask": getattr(batch, "attention_mask", None),
+        "batch_size": batch_size, "memory": memory, "attention_mask": batch.attention_mask,
         "progress": progress,
     }  # fmt: skip
     rows: list[dict[str, Any]] = []
@@ -171,8 +172,7 @@ def _plan(
 
 
 def _collected(model: HookedModel, batch: Any, names: list[str], batch_size: int) -> dict[str, Tensor]:
-    attention = getattr(batch, "attention_mask", None)
-    return collect(model, batch, names, batch_size=batch_size, attention_mask=attention).tensors
+    return collect(model, batch, names, batch_size=batch_size).tensors
 
 
 def _weights(

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from probelens.ablation.ablate import ablate
-from probelens.ablation.scoring import CONTROLS, Control, Metric
+from probelens.ablation.controls import CONTROLS, Control
+from probelens.ablation.scoring import Metric
 from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import by_point, need_wrapped
 from probelens.results.result import Result
+from probelens.subspaces.leace import Eraser
+from probelens.subspaces.subspace import Subspace
 
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
-
-    from probelens.subspaces.leace import Eraser
-    from probelens.subspaces.subspace import Subspace
 
 __all__ = ["DoseResult", "dose_response", "first_directions"]
 
@@ -174,9 +174,6 @@ def first_directions(space: Subspace | Eraser, rank: int) -> Subspace | Eraser:
         >>> first_directions(random(5, 8), 2).rank
         2
     """
-    from probelens.subspaces.leace import Eraser
-    from probelens.subspaces.subspace import Subspace
-
     if not 0 <= rank <= space.rank:
         raise InputError(f"rank must be between 0 and {space.rank}, got {rank}")
     if isinstance(space, Eraser):

@@ -16,25 +16,24 @@ import torch
 from torch import Tensor
 
 from probelens.ablation.ablate import MARGIN, AblationResult, ablate
-from probelens.ablation.scoring import CONTROLS, Control, Metric, check_finite, label_of
-from probelens.errors import InputError, ShapeError
+from probelens.ablation.controls import CONTROLS, Control, check_activations, label_of
+from probelens.ablation.scoring import Metric
+from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped, resolve
-from probelens.hooks.points import has_positions
 from probelens.hooks.shorthand import LAYER_AXIS, Names
-from probelens.probing.refit import chance_margin
+from probelens.probing.refit import chance_margin, guess_accuracy
+from probelens.probing.splits import groups_of, real_tokens, split_by_group
 from probelens.results.progress import progress_bar
 from probelens.results.result import Result
 from probelens.running.collect import collect
 from probelens.subspaces.inlp import Inlp, inlp
-from probelens.subspaces.leace import LeaceFitter
+from probelens.subspaces.leace import Eraser, LeaceFitter
+from probelens.subspaces.subspace import Subspace
 
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
-
-    from probelens.subspaces.leace import Eraser
-    from probelens.subspaces.subspace import Subspace
 
 __all__ = ["ErasureResult", "erase"]
 
@@ -172,7 +171,7 @@ def erase(
     target = label_of(
         held_batch, label_of(held_batch, label, "label") if target is None else target, "target"
     )
-    _apart(fit_batch, held_batch)
+    _require_disjoint(fit_batch, held_batch)
     names = [point.name for point in resolve(model, sites)]
     spaces: dict[str, Subspace | Eraser]
     with _quick(model):
@@ -229,12 +228,9 @@ def _inlp(
     model: HookedModel, batch: Any, names: list[str], label: str, margin: float, max_rank: int | None,
     batch_size: int, seed: int, progress: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    from probelens.probing.refit import guess_accuracy
-    from probelens.probing.splits import copies_together, real_tokens, split_by_group
-
     acts = _activations(model, batch, names, batch_size)
     labels = batch.labels[label]
-    kept = copies_together(real_tokens(batch.tokens, batch.mask, batch.attention_mask), batch.groups)
+    kept = groups_of(batch)
     groups = kept[:, None].expand(labels.shape)
     # INLP splits in the same way, so this is what can be guessed on its test rows.
     baseline = max(guess_accuracy(labels, batch.mask, split_by_group(kept, seed=seed)))
@@ -250,22 +246,13 @@ def _inlp(
 
 
 def _activations(model: HookedModel, batch: Any, names: list[str], batch_size: int) -> dict[str, Tensor]:
-    attention = getattr(batch, "attention_mask", None)
-    found = collect(model, batch, names, batch_size=batch_size, attention_mask=attention).tensors
+    found = collect(model, batch, names, batch_size=batch_size).tensors
     for name, x in found.items():
-        point = model.point(name)
-        if x.ndim != 3 or not has_positions(point) or point.pos_axis != 1:
-            raise ShapeError(
-                f"{name!r} has activations {tuple(x.shape)}, axes {point.axes}; a variable is erased from "
-                "(example, pos, d)"
-            )
-        check_finite(name, x, batch.mask)
+        check_activations(model, name, x, batch.mask)
     return found
 
 
-def _apart(fit: Any, held: Any) -> None:
-    from probelens.probing.splits import real_tokens
-
+def _require_disjoint(fit: Any, held: Any) -> None:
     def texts(batch: Any) -> list[tuple[int, ...]]:
         real = real_tokens(batch.tokens, batch.mask, batch.attention_mask)
         return [tuple(token for token in row if token >= 0) for row in real.tolist()]

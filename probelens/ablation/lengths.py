@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from probelens.ablation.ablate import FLOOR
-from probelens.ablation.scoring import CONTROLS, Control, Drawn, accuracy_chance, draw, run, score
+from probelens.ablation.controls import CONTROLS, Control, Removal, with_controls
+from probelens.ablation.scoring import accuracy_chance, run, score
 from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import by_point, need_wrapped
 from probelens.results.progress import progress_bar
 from probelens.results.result import Result
 from probelens.running.collect import collect
+from probelens.subspaces.leace import Eraser
+from probelens.subspaces.subspace import Subspace
 
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
-
-    from probelens.subspaces.leace import Eraser
-    from probelens.subspaces.subspace import Subspace
 
 __all__ = ["LengthTransfer", "length_transfer"]
 
@@ -131,7 +131,7 @@ def length_transfer(
     spaces = by_point(model, subspaces)
     base = task.sample(n, trained_length, seed, exclude=exclude)
     acts = collect(model, base, list(spaces), batch_size=batch_size)
-    drawn: list[Drawn] = draw(model, acts, base.mask, spaces, label, kinds, controls, seed)
+    drawn: list[Removal] = with_controls(model, acts, base.mask, spaces, label, kinds, controls, seed)
     rows: list[dict[str, Any]] = []
     with progress_bar(len(lengths), "lengths", progress) as bar:
         for length in lengths:

@@ -1,65 +1,41 @@
-"""What every ablation shares: subspaces with their controls, one run for all of them, and scores for each row."""
+"""Running ablations and scoring them: one sweep for all conditions, then drop, damage and effect of each row."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from probelens.ablation.controls import CONTROLS, Removal
 from probelens.errors import InputError, MetricError, ShapeError, metric_note, noted
 from probelens.hooks.edits.edit import Edit, Positions
 from probelens.hooks.edits.removal import Erase, Project
-from probelens.hooks.points import has_positions
+from probelens.hooks.model import HookedModel
+from probelens.numerics.stats import hierarchical_bootstrap, ratio_of_means
+from probelens.running.collect import Activations, collect
 from probelens.running.sweep.conditions import Condition, Intervention, Read
 from probelens.running.sweep.plan import sweep
-
-if TYPE_CHECKING:
-    from probelens.hooks.model import HookedModel
-    from probelens.running.collect import Activations
-    from probelens.subspaces.leace import Eraser
-    from probelens.subspaces.subspace import Subspace
+from probelens.subspaces.leace import Eraser
+from probelens.subspaces.subspace import Subspace
 
 __all__ = [
-    "CONTROLS",
-    "Control",
-    "Drawn",
     "Metric",
     "Runs",
     "accuracy_chance",
     "after",
-    "check_finite",
-    "draw",
-    "label_of",
     "per_sequence",
     "run",
     "score",
 ]
 
 Metric = Literal["accuracy", "next_token_loss"] | Callable[..., Tensor]
-Control = Literal["random", "random_matched", "pca"]
-CONTROLS: tuple[Control, ...] = ("random", "random_matched", "pca")
 # The sign of clean − ablated where the ablation hurts; of a metric of the caller's own it isn't known.
 COST = {"accuracy": 1, "next_token_loss": -1}
 NOTHING_SCORED = "no position is scored: the mask is False everywhere, or the sequences are too short"
 ROOM = 1e-6  # a model no further above chance than rounding has nothing to lose, so no scale for a loss
-
-
-@dataclass(frozen=True, eq=False)
-class Drawn:
-    """A subspace to remove at one site: the one asked for ("target") or a draw of a control.
-
-    Args:
-        about: site, layer, label, condition, draw, rank; on targets also control_overlap, how much
-            of the subspace the matched controls share (0 to 1), and control_problem, the reason why
-            they could not be drawn; either may be None.
-        space: What to remove; None where there is nothing.
-    """
-
-    about: dict[str, Any]
-    space: Subspace | Eraser | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,114 +53,10 @@ class Runs:
     clean: Tensor
     scored: Tensor
     path: str
-    extra: dict[str, Any] = field(default_factory=dict)
-
-
-def label_of(batch: Any, label: str | None, what: str) -> str:
-    """The label meant, which may be left out where there is one."""
-    if not hasattr(batch, "labels") or not hasattr(batch, "mask"):
-        raise InputError(
-            f"ablation needs a Batch with tokens, labels and mask, got a {type(batch).__name__}. "
-            "Make one with task.sample(), or probelens.Batch(tokens, {name: labels})."
-        )
-    known = list(batch.labels)
-    if label is None and len(known) == 1:
-        return str(known[0])
-    if label not in known:
-        raise InputError(f"{what}={label!r}: the batch has the labels {known}. Give one of them.")
-    return str(label)
-
-
-def draw(
-    model: HookedModel, acts: Activations, mask: Tensor, spaces: Mapping[str, Subspace | Eraser], label: str,
-    kinds: Sequence[str], controls: int, seed: int,
-) -> list[Drawn]:  # fmt: skip
-    """Each site's subspace and its controls."""
-    unknown = [k for k in kinds if k not in CONTROLS]
-    if unknown:
-        raise InputError(f"control {unknown[0]!r} is not known. Allowed: {', '.join(map(repr, CONTROLS))}")
-    out: list[Drawn] = []
-    for name, space in spaces.items():
-        point = model.point(name)
-        if acts[name].ndim != 3 or not has_positions(point) or point.pos_axis != 1:
-            raise ShapeError(
-                f"{name!r} has activations {tuple(acts[name].shape)}, axes {point.axes}; a subspace is removed from "
-                "(example, pos, d). Choose a point of these axes, or ablate_component() for heads and states."
-            )
-        check_finite(name, acts[name], mask)
-        real = acts[name][mask]
-        if real.shape[-1] != space.d:
-            raise ShapeError(
-                f"the subspace for {name!r} has width {space.d}, the activations there have {real.shape[-1]}"
-            )
-        site = {"site": name, "layer": model.point(name).depth, "label": label}
-        drawn, problem = _controls(space, real, kinds, controls, seed)
-        about = {**site, "condition": "target", "draw": 0, "rank": space.rank}
-        about.update(control_overlap=_overlap(space, drawn), control_problem=problem)
-        out.append(Drawn(about, space if space.rank else None))
-        out += [Drawn({**site, "condition": kind, "draw": i, "rank": q.rank}, q) for kind, i, q in drawn]
-    return out
-
-
-def check_finite(name: str, x: Tensor, mask: Tensor) -> None:
-    """Refuse NaN and infinity where labels count, by the name of the site.
-
-    Args:
-        name: Hook point.
-        x: Activations. (example, pos, ...)
-        mask: Where labels count. (example, pos)
-
-    Raises:
-        InputError: The site, how many positions, and the first of them.
-    """
-    bad = (~torch.isfinite(x)).flatten(2).any(-1).cpu() & mask.cpu()
-    if bool(bad.any()):
-        example, pos = bad.nonzero()[0].tolist()
-        raise InputError(
-            f"activations at {name!r} hold NaN or infinity at {int(bad.sum())} of {int(mask.sum())} positions, first in "
-            f"sequence {example} at position {pos}. Check the model up to there, or leave these positions out of the mask."
-        )
-
-
-def _controls(
-    space: Subspace | Eraser, real: Tensor, kinds: Sequence[str], controls: int, seed: int
-) -> tuple[list[tuple[str, int, Subspace]], str | None]:
-    from probelens import subspaces as make
-
-    out: list[tuple[str, int, Subspace]] = []
-    problem: str | None = None
-    if not controls or not kinds or not space.rank:
-        return out, None if space.rank else "the subspace is empty, so there is nothing to compare with"
-    mean, covariance = make.moments(real)
-    if "random" in kinds:
-        out += [
-            ("random", i, make.random(space.rank, space.d, seed=seed * 1000 + i, mean=mean))
-            for i in range(controls)
-        ]
-    if "random_matched" in kinds:
-        try:
-            matched = make.random_matched(space, covariance, n=controls, seed=seed, mean=mean)
-            out += [("random_matched", i, q) for i, q in enumerate(matched)]
-        except InputError as err:
-            problem = str(err)
-    if "pca" in kinds:
-        out.append(("pca", 0, make.top_pca(space.rank, covariance, mean)))
-    return out, problem
-
-
-def _overlap(space: Subspace | Eraser, drawn: Sequence[tuple[str, int, Subspace]]) -> float | None:
-    from probelens.subspaces.subspace import Subspace
-
-    matched = [q for kind, _, q in drawn if kind == "random_matched"]
-    if not matched:
-        return None
-    if not isinstance(space, Subspace):
-        space = Subspace(torch.linalg.qr(space.left).Q.mT, space.mean)
-    return sum(space.overlap(q) for q in matched) / len(matched)
 
 
 def run(
-    model: HookedModel, batch: Any, drawn: Sequence[Drawn], metric: Metric, target: str, alpha: float, batch_size: int,
+    model: HookedModel, batch: Any, drawn: Sequence[Removal], metric: Metric, target: str, alpha: float, batch_size: int,
     progress: bool = False, memory: int | None = None,
 ) -> Runs:  # fmt: skip
     """Run every ablation on every sequence."""
@@ -199,7 +71,7 @@ def run(
     ]
     found = sweep(
         model, batch.tokens, conditions, reader(batch, metric, target), batch_size=batch_size, memory=memory,
-        attention_mask=getattr(batch, "attention_mask", None), progress=progress, describe="ablations",
+        attention_mask=batch.attention_mask, progress=progress, describe="ablations",
     )  # fmt: skip
     return Runs(found.values, found.base, scored_positions(batch, metric), found.path)
 
@@ -257,8 +129,6 @@ def score(
         The metric of each example that counts, under each row and without ablation: (row, example)
         and (example,).
     """
-    from probelens.numerics.stats import hierarchical_bootstrap
-
     values, clean = per_sequence(runs.values, scored), per_sequence(runs.clean, scored)
     # One bootstrap over examples for every row at once: the examples are the same in all of them.
     found = hierarchical_bootstrap((clean - values).T[None], seed=seed, n_draws=1000)
@@ -286,8 +156,6 @@ def _effects(
 
     ``cost`` is the sign of a drop that hurts; None where it isn't known.
     """
-    from probelens.numerics.stats import ratio_of_means
-
     for i, row in enumerate(rows):
         if row.get("condition") != "target":
             continue
@@ -340,8 +208,6 @@ def accuracy_chance(batch: Any, target: str, metric: Metric, scored: Tensor | No
 
 def removal(space: Subspace | Eraser, alpha: float = 1.0, pos: Positions = None) -> Edit:
     """The edit x → x + α (x without the subspace − x)."""
-    from probelens.subspaces.subspace import Subspace
-
     return Project(pos, space, alpha) if isinstance(space, Subspace) else Erase(pos, space, alpha)
 
 
@@ -362,16 +228,10 @@ def after(
         return acts[name]
     if not model.point(name).step:
         return removal(space, alpha)(acts[name])
-    from probelens.running.collect import collect
-
-    attention = getattr(batch, "attention_mask", None)
     parts = []
-    for rows in torch.arange(len(batch.tokens)).split(batch_size):
-        mask = None if attention is None else attention[rows]
+    for rows in torch.arange(len(batch)).split(batch_size):
         with model.hooks([(name, removal(space, alpha, batch.mask[rows]))]):
-            parts.append(
-                collect(model, batch.tokens[rows], [name], batch_size=batch_size, attention_mask=mask)[name]
-            )
+            parts.append(collect(model, batch[rows], [name], batch_size=batch_size)[name])
     return torch.cat(parts)
 
 

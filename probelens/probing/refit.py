@@ -14,6 +14,7 @@ from torch import Tensor
 
 from probelens.errors import ShapeError
 from probelens.numerics.modes import exact
+from probelens.numerics.stats import ratio_of_means
 from probelens.numerics.tensors import tensor_of
 from probelens.probing.fitting import Fitted, by_position, share
 from probelens.probing.intervals import by_group
@@ -226,8 +227,6 @@ def refit_accuracy(
 
 def _gap(before: Tensor, after: Tensor, keep: Tensor, groups: Tensor) -> dict[str, float | None]:
     """What a probe read before and no longer reads after, with its interval over groups."""
-    from probelens.numerics.stats import ratio_of_means
-
     lost, counted = by_group(groups, (before.double() - after.double()).sum(-1), keep.double().sum(-1))
     if len(lost) < 2:
         gap = float(lost.sum() / counted.sum())

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
+from probelens.tasks.data import Batch
 
-__all__ = ["FRACTIONS", "Split", "copies_together", "real_tokens", "split_by_group"]
+__all__ = ["FRACTIONS", "Split", "copies_together", "groups_of", "real_tokens", "split_by_group"]
 
 FRACTIONS = (0.6, 0.2, 0.2)
 """Shares of train, validation and test."""
@@ -93,6 +94,18 @@ def real_tokens(tokens: Tensor, mask: Tensor, attention_mask: Tensor | None = No
     """
     counts = mask.bool().flip(1).cumsum(1).flip(1) > 0
     return tokens.where(counts if attention_mask is None else counts & attention_mask.bool(), -1)
+
+
+def groups_of(batch: Batch) -> Tensor:
+    """The groups of a batch, those that share a sequence merged.
+
+    Args:
+        batch: Sequences; what stands in padding doesn't tell one from another.
+
+    Returns:
+        Group ids. (n,)
+    """
+    return copies_together(real_tokens(batch.tokens, batch.mask, batch.attention_mask), batch.groups)
 
 
 def copies_together(tokens: Tensor, groups: Tensor) -> Tensor:

@@ -13,14 +13,14 @@ from probelens.errors import InputError, ShapeError
 from probelens.numerics.linalg import orthonormal_rows
 from probelens.numerics.tensors import flat_rows, tensor_of
 from probelens.probing.refit import chance_margin
+from probelens.probing.solvers.factor import Factorised
+from probelens.probing.solvers.logistic import LogisticFit, fit_path
+from probelens.probing.splits import split_by_group
 from probelens.subspaces.subspace import Subspace
 
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
-
-    from probelens.probing.solvers.factor import Factorised
-    from probelens.probing.solvers.logistic import LogisticFit
 
 __all__ = ["Inlp", "inlp"]
 
@@ -200,8 +200,6 @@ class _Rows:
 
     @classmethod
     def of(cls, X: Any, y: Any, groups: Any, mask: Any, seed: int) -> _Rows:
-        from probelens.probing.splits import split_by_group
-
         x = tensor_of("activations", X)
         lead = x.shape[:-1]
         if not lead:
@@ -226,14 +224,10 @@ class _Rows:
         return self.parts["train"][0].shape[1]
 
     def factorised(self) -> Factorised:
-        from probelens.probing.solvers.factor import Factorised
-
         return Factorised.of(self.parts["train"][0], standardize=True, dtype=torch.float32)
 
     def fit(self, shared: Factorised, Cs: tuple[float, ...], tol: float) -> LogisticFit:
         """The probe whose C does best on the validation rows."""
-        from probelens.probing.solvers.logistic import fit_path
-
         (path,) = fit_path(shared, self.parts["train"][1], Cs, n_classes=self.n_classes, tol=tol)
         return max(path, key=lambda fit: (self.accuracy(fit, "val"), -fit.C)) if len(path) > 1 else path[0]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import probelens as pl
 from probelens import subspaces
 from probelens.ablation.dose import first_directions
-from probelens.ablation.erase import _apart
+from probelens.ablation.erase import _require_disjoint
 from probelens.examples import planted
 from probelens.examples.planted import SITE, World
 from probelens.probing import split_by_group
@@ -329,7 +329,9 @@ class Forgets(torch.nn.Module):
 
 
 @pytest.mark.parametrize("bos", [False, True])
-def test_frozen_subspaces_are_scored_on_seen_and_later_positions_apart(bos: bool, tmp_path: Path) -> None:
+def test_frozen_subspaces_are_scored_on_seen_and_later_positions_require_disjoint(
+    bos: bool, tmp_path: Path
+) -> None:
     task = Last(bos)
     model = pl.wrap(Forgets(until=10 + bos), blocks="layers", embed="embed", unembed="head")
     line = {"blocks.0.hook_resid_post": pl.Subspace(torch.eye(4)[:1], torch.zeros(4))}
@@ -412,8 +414,8 @@ def test_held_out_sequences_are_told_by_their_real_tokens() -> None:
     mask[:, 8:] = False
     fit, held = (Batch(tokens.where(mask, pad), {}, mask) for pad in (0, 1))
     with pytest.raises(pl.InputError, match="50 of 50 held-out"):
-        _apart(fit, held)
+        _require_disjoint(fit, held)
     shorter = Batch(tokens[:, :8], {})
     with pytest.raises(pl.InputError, match="50 of 50 held-out"):
-        _apart(fit, shorter)
-    _apart(fit, Batch(torch.randint(2, 9, (50, 12), generator=g), {}, mask))
+        _require_disjoint(fit, shorter)
+    _require_disjoint(fit, Batch(torch.randint(2, 9, (50, 12), generator=g), {}, mask))

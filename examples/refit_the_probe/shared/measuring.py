@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import probelens as pl
+from probelens.ablation.controls import CONTROLS, Control
 from probelens.ablation.erase import ErasureResult
-from probelens.ablation.scoring import CONTROLS, Control
 from probelens.examples.refit_the_probe.shared.setup import LABELS, PAIRS, PROBED, RANKS, build
 from probelens.experiments import Status
 from probelens.hooks.shorthand import LAYER_AXIS

@@ -1,0 +1,171 @@
+"""The subspaces that an ablation removes: the ones asked for, and the controls that they are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from probelens.errors import InputError, ShapeError
+from probelens.hooks.model import HookedModel
+from probelens.hooks.points import has_positions
+from probelens.running.collect import Activations
+from probelens.subspaces.fitted import moments, top_pca
+from probelens.subspaces.leace import Eraser
+from probelens.subspaces.matched import random, random_matched
+from probelens.subspaces.subspace import Subspace
+from probelens.tasks.data import Batch
+
+__all__ = ["CONTROLS", "Control", "Removal", "check_activations", "label_of", "with_controls"]
+
+Control = Literal["random", "random_matched", "pca"]
+CONTROLS: tuple[Control, ...] = ("random", "random_matched", "pca")
+
+
+@dataclass(frozen=True, eq=False)
+class Removal:
+    """A subspace to remove at one site: the one asked for ("target") or one draw of a control.
+
+    Args:
+        about: site, layer, label, condition, draw, rank; on targets also control_overlap, how much
+            of the subspace the matched controls share (0 to 1), and control_problem, the reason why
+            they could not be drawn; either may be None.
+        space: What to remove; None where there is nothing.
+    """
+
+    about: dict[str, Any]
+    space: Subspace | Eraser | None
+
+
+def label_of(batch: Any, label: str | None, what: str) -> str:
+    """The label that an argument names.
+
+    Args:
+        batch: Labelled sequences.
+        label: Its name; None where the batch has one label only.
+        what: What the argument is called.
+
+    Returns:
+        The name.
+
+    Raises:
+        InputError: Not a Batch, no such label, or none given where there are several.
+    """
+    if not isinstance(batch, Batch):
+        raise InputError(
+            f"ablation needs a Batch with tokens, labels and mask, got a {type(batch).__name__}. "
+            "Make one with task.sample(), or probelens.Batch(tokens, {name: labels})."
+        )
+    known = list(batch.labels)
+    if label is None and len(known) == 1:
+        return known[0]
+    if label not in known:
+        raise InputError(f"{what}={label!r}: the batch has the labels {known}. Give one of them.")
+    return label
+
+
+def check_activations(model: HookedModel, name: str, x: Tensor, mask: Tensor) -> None:
+    """Refuse activations from which no subspace can be removed, by the name of the site.
+
+    Args:
+        model: The wrapped model.
+        name: Hook point.
+        x: Activations. (example, pos, d)
+        mask: Where labels count. (example, pos)
+
+    Raises:
+        ShapeError: Axes other than (example, pos, d).
+        InputError: NaN or infinity where labels count: at how many positions, and the first of them.
+    """
+    point = model.point(name)
+    if x.ndim != 3 or not has_positions(point) or point.pos_axis != 1:
+        raise ShapeError(
+            f"{name!r} has activations {tuple(x.shape)}, axes {point.axes}; a subspace is removed from "
+            "(example, pos, d). Choose a point of these axes, or ablate_component() for heads and states."
+        )
+    bad = (~torch.isfinite(x)).any(-1).cpu() & mask.cpu()
+    if bool(bad.any()):
+        example, pos = bad.nonzero()[0].tolist()
+        raise InputError(
+            f"activations at {name!r} hold NaN or infinity at {int(bad.sum())} of {int(mask.sum())} positions, first in "
+            f"sequence {example} at position {pos}. Check the model up to there, or leave these positions out of the mask."
+        )
+
+
+def with_controls(
+    model: HookedModel, acts: Activations, mask: Tensor, spaces: Mapping[str, Subspace | Eraser], label: str,
+    kinds: Sequence[str], controls: int, seed: int,
+) -> list[Removal]:  # fmt: skip
+    """The subspace of each site, each followed by its controls.
+
+    Args:
+        model: The wrapped model.
+        acts: Activations at the sites, for the variance that controls must match.
+        mask: Where labels count. (example, pos)
+        spaces: Site to Subspace or Eraser.
+        label: The variable.
+        kinds: Kinds of control.
+        controls: Draws of each random control.
+        seed: Of the draws.
+
+    Returns:
+        What to remove, in order.
+
+    Raises:
+        InputError: An unknown control, or NaN at a site.
+        ShapeError: Other axes, or a subspace of another width.
+    """
+    unknown = [k for k in kinds if k not in CONTROLS]
+    if unknown:
+        raise InputError(f"unknown control {unknown[0]!r}. Allowed: {', '.join(map(repr, CONTROLS))}")
+    out: list[Removal] = []
+    for name, space in spaces.items():
+        check_activations(model, name, acts[name], mask)
+        real = acts[name][mask]
+        if real.shape[-1] != space.d:
+            raise ShapeError(
+                f"the subspace for {name!r} has width {space.d}, the activations there have {real.shape[-1]}"
+            )
+        site = {"site": name, "layer": model.point(name).depth, "label": label}
+        drawn, problem = _draw_controls(space, real, kinds, controls, seed)
+        about = {**site, "condition": "target", "draw": 0, "rank": space.rank}
+        about.update(control_overlap=_overlap(space, drawn), control_problem=problem)
+        out.append(Removal(about, space if space.rank else None))
+        out += [Removal({**site, "condition": kind, "draw": i, "rank": q.rank}, q) for kind, i, q in drawn]
+    return out
+
+
+def _draw_controls(
+    space: Subspace | Eraser, real: Tensor, kinds: Sequence[str], controls: int, seed: int
+) -> tuple[list[tuple[str, int, Subspace]], str | None]:
+    out: list[tuple[str, int, Subspace]] = []
+    problem: str | None = None
+    if not controls or not kinds or not space.rank:
+        return out, None if space.rank else "the subspace is empty, so there is nothing to compare with"
+    mean, covariance = moments(real)
+    if "random" in kinds:
+        out += [
+            ("random", i, random(space.rank, space.d, seed=seed * 1000 + i, mean=mean))
+            for i in range(controls)
+        ]
+    if "random_matched" in kinds:
+        try:
+            matched = random_matched(space, covariance, n=controls, seed=seed, mean=mean)
+            out += [("random_matched", i, q) for i, q in enumerate(matched)]
+        except InputError as err:
+            problem = str(err)
+    if "pca" in kinds:
+        out.append(("pca", 0, top_pca(space.rank, covariance, mean)))
+    return out, problem
+
+
+def _overlap(space: Subspace | Eraser, drawn: Sequence[tuple[str, int, Subspace]]) -> float | None:
+    matched = [q for kind, _, q in drawn if kind == "random_matched"]
+    if not matched:
+        return None
+    if not isinstance(space, Subspace):
+        space = Subspace(torch.linalg.qr(space.left).Q.mT, space.mean)
+    return sum(space.overlap(q) for q in matched) / len(matched)
