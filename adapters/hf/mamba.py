@@ -15,7 +15,7 @@ from probelens.hooks.switchboard import Tap
 
 if TYPE_CHECKING:
     from probelens.hooks.model import HookedModel
-    from probelens.running.sweep.resume import Resumer
+    from probelens.running.sweep.resumer import Resumer
 
 __all__ = ["HFMamba"]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from probelens.hooks.forwards import swapped_forward
 from probelens.hooks.model import HookedModel
 from probelens.kernels.ssm import is_mamba2, mamba2_mixer, mamba_mixer
-from probelens.running.sweep.resume import Resumer
+from probelens.running.sweep.resumer import Resumer
 
 # What transformers calls the argument: newer versions first, which take the older name too and ignore it.
 _CACHE = ("cache", "past_key_values")

@@ -17,7 +17,7 @@ from probelens.hooks.switchboard import Switchboard, Tap, attach_to_module
 
 if TYPE_CHECKING:
     from probelens.hooks.model import HookedModel
-    from probelens.running.sweep.resume import Resumer
+    from probelens.running.sweep.resumer import Resumer
 
 __all__ = ["HFTransformer"]
 

@@ -511,7 +511,7 @@ class Adapter:
             model: The wrapped model.
 
         Returns:
-            A ``probelens.running.sweep.resume.Resumer``, which the sweep checks, or None.
+            A ``probelens.running.sweep.resumer.Resumer``, which the sweep checks, or None.
         """
         return None
 

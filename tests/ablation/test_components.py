@@ -14,7 +14,7 @@ from probelens.ablation.components import donor_rows, position_means
 from probelens.ablation.convolution import VARIANTS
 from probelens.examples import planted
 from probelens.running.collect import collect
-from probelens.running.sweep.resume import distrust, resumer_of
+from probelens.running.sweep.resumer import distrust, resumer_of
 
 N, LENGTH = 8, 7
 

@@ -14,9 +14,10 @@ from torch import Tensor
 import probelens as pl
 from probelens.adapters.hf.resume import KeyValues
 from probelens.running.sweep.conditions import Condition, Read
-from probelens.running.sweep.engine import Engine
-from probelens.running.sweep.limits import Sizes, mib
+from probelens.running.sweep.memory import Sizes, mib
 from probelens.running.sweep.plan import plan, sweep
+from probelens.running.sweep.resume import Resume
+from probelens.running.sweep.strategy import Strategy
 
 SITES: list[Any] = ["layers", ["blocks.0.hook_resid_pre", "blocks.1.hook_resid_pre"], "hook_embed"]
 
@@ -43,7 +44,8 @@ def test_a_plan_says_what_a_trial_that_fails_costs(
     assert more == blocks - planned.block_positions > 0
     assert also == unembedded - planned.unembedded
     assert "resume if a first trial on the inputs agrees" in str(planned)
-    resumer = planned._engine.suffix.resumer  # type: ignore[union-attr]
+    assert isinstance(planned._strategy, Resume)
+    resumer = planned._strategy.resumer
     right = type(resumer).tail
     # The run from the middle is counted, and its numbers are wrong.
     monkeypatch.setattr(type(resumer), "tail", lambda *a: right(*a) * 1.01)
@@ -121,18 +123,18 @@ def test_a_model_in_another_dtype_since_the_plan_stays_within_the_budget(
     budget = 30_000 if name == "gru" else 100_000
     planned = pl.patch_plan(model, pairs(), "layers", memory=budget)
     ran: list[tuple[int, int, int]] = []
-    native = Engine.run
+    native = Strategy.run_all
 
-    def run(self: Engine, *args: Any) -> Any:
-        ran.append((self.limits.batch, sum(self.holds().values()), self.sizes.source))
+    def run(self: Strategy, *args: Any) -> Any:
+        ran.append((self.batch, sum(self.held().values()), self.work.sizes.source))
         return native(self, *args)
 
-    monkeypatch.setattr(Engine, "run", run)
+    monkeypatch.setattr(Strategy, "run_all", run)
     model.module.double()
     got = planned.run()
     torch.testing.assert_close(got.values, pl.patch(model, pairs(), "layers").values)
     batch, held, source = ran[0]
-    assert source == 2 * planned.sweep._engine.sizes.source
+    assert source == 2 * planned.sweep._strategy.work.sizes.source
     assert held <= budget
     assert batch < planned.sweep.batch_size
     fresh = pl.patch_plan(model, pairs(), "layers", memory=budget)

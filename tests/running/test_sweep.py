@@ -9,9 +9,9 @@ import torch
 import zoo
 
 import probelens as pl
-from probelens.running.sweep import resume as _resume
 from probelens.running.sweep.conditions import Condition, Intervention, Read
 from probelens.running.sweep.plan import sweep
+from probelens.running.sweep.resumer import Resumer, resumer_of
 
 N, LENGTH = 5, 12
 RESUMES = ["neox", "neox-sequential", "gpt2", "llama", "mamba", "mamba2"]
@@ -94,14 +94,14 @@ def test_passes_shared_or_not_and_kept_states_far_apart_change_nothing(
         model = pl.wrap(zoo.build(name))
         conditions = cells(model)
         together = sweep(model, x, conditions, read)
-        monkeypatch.setattr(_resume.Resumer, "overhead", lambda self: 0.0)
+        monkeypatch.setattr(Resumer, "overhead", lambda self: 0.0)
         alone = sweep(model, x, conditions, read)
         monkeypatch.undo()
         assert close(together.values, alone.values)
         assert together.path == alone.path == "resume"
-    resumer = _resume.resumer_of(model)
+    resumer = resumer_of(model)
     assert resumer is not None
-    monkeypatch.setattr(_resume.Resumer, "BUDGET", resumer.holds(N, LENGTH, 3))
+    monkeypatch.setattr(Resumer, "BUDGET", resumer.holds(N, LENGTH, 3))
     coarse = sweep(model, x, conditions, read)
     assert resumer.spacing == 3
     assert coarse.path == "resume"

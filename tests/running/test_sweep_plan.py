@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import probelens as pl
 from probelens.running.sweep.conditions import Condition, Intervention, Read
 from probelens.running.sweep.plan import SweepPlan, plan, sweep
+from probelens.running.sweep.resume import Resume
 
 N = 5
 FAMILIES = {"neox": "resume", "mamba": "resume", "gru": "skip"}
@@ -262,7 +263,7 @@ def test_a_plan_says_why_no_shorter_path_is_possible(name: str) -> None:
 
 
 def test_what_is_usually_kept_may_be_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    from probelens.running.sweep.resume import Resumer
+    from probelens.running.sweep.resumer import Resumer
 
     monkeypatch.setattr(Resumer, "BUDGET", 1000)
     assert "does not fit the memory budget of 1000 bytes" in of().why
@@ -356,7 +357,8 @@ def test_a_budget_spaces_kept_states_divides_passes_and_changes_no_number(name: 
     for memory in (300_000, 100_000, 40_000, 26_000):
         planned = plan(model, x, cells(), READ, memory=memory)
         if planned.path == "resume":
-            limits = planned._engine.limits
+            assert isinstance(planned._strategy, Resume)
+            limits = planned._strategy.limits
             seen.add((limits.batch, limits.spacing, limits.together))
             got = planned.run()
             assert got.path == "resume"

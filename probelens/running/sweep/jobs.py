@@ -1,21 +1,21 @@
-"""What of a sweep can begin in mid-sequence, and how it is divided beforehand: into loads, and these into passes."""
+"""Which conditions can begin in the middle of a sequence, and which of them share a pass."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from torch import Tensor
 
-from probelens.running.sweep.limits import Limits
+from probelens.hooks.model import HookedModel
+from probelens.running.sweep.conditions import Condition, Intervention
+from probelens.running.sweep.memory import Limits
 
-if TYPE_CHECKING:
-    from probelens.hooks.model import HookedModel
-    from probelens.running.sweep.conditions import Condition, Intervention
+__all__ = ["SHORTEST", "Job", "Load", "jobs_of", "loads", "passes"]
 
-__all__ = ["SHORTEST", "Job", "Load", "jobs_of", "loads"]
-
+_EMBEDDINGS = ("hook_embed", "hook_pos_embed")
 SHORTEST = 8
 """Positions of a sequence whose prefix is worth keeping."""
 
@@ -101,15 +101,13 @@ def loads(
 
 def _job(model: HookedModel, index: int, condition: Condition) -> Job | None:
     """What to run for a condition; None where an edit lies outside the blocks, or a run can't begin there."""
-    points = {point.name: point for point in (model.point(edit.name) for edit in condition.interventions)}
-    names = list(points)
-    layers = [
-        -1 if name in ("hook_embed", "hook_pos_embed") else point.block for name, point in points.items()
-    ]
-    if not layers or None in layers:
+    points = {point.name: point for point in (model.point(one.name) for one in condition.interventions)}
+    layers = [-1 if name in _EMBEDDINGS else point.block for name, point in points.items()]
+    known = [layer for layer in layers if layer is not None]
+    if not known or len(known) < len(layers):
         return None
-    start, last = (f(layer for layer in layers if layer is not None) for f in (min, max))
-    only = names[0] if len(names) == 1 else None
+    start, last = min(known), max(known)
+    only = next(iter(points)) if len(points) == 1 else None
     ends: dict[str, Literal[0, 1]] = {"hook_resid_pre": 0, "hook_resid_post": 1}
     kind = only.rsplit(".", 1)[-1] if only is not None and start >= 0 else ""
     direct = only if only == f"blocks.{start}.{kind}" and kind in ends else None
@@ -117,3 +115,53 @@ def _job(model: HookedModel, index: int, condition: Condition) -> Job | None:
     if (start > 0 and not model.can_start_at(start)) or not model.can_start_at(stop):
         return None
     return Job(index, condition.interventions, start, stop, direct)
+
+
+def passes(
+    positions: Sequence[int], rows: int, length: int, overhead: float, most: int, together: int = 1 << 30
+) -> list[tuple[int, int]]:
+    """Which neighbouring runs share a pass that begins where the earliest of them does.
+
+    Args:
+        positions: Where each run may begin, not increasing.
+        rows: Examples of each run.
+        length: Positions of a sequence.
+        overhead: Cost of a pass, in tokens.
+        most: Tokens of a pass; one run alone may take more.
+        together: Runs that may share a pass.
+
+    Returns:
+        Slices (start, stop) of ``positions`` that cost least.
+
+    Examples:
+        >>> passes([3, 2, 1, 0], rows=1, length=4, overhead=0, most=100)
+        [(0, 1), (1, 2), (2, 3), (3, 4)]
+        >>> passes([3, 2, 1, 0], rows=1, length=4, overhead=100, most=100)
+        [(0, 4)]
+    """
+    return list(_passes(tuple(positions), rows, length, overhead, most, together))
+
+
+# A plan asks for what its run asks for again, batch by batch.
+@functools.lru_cache(maxsize=64)
+def _passes(
+    positions: tuple[int, ...], rows: int, length: int, overhead: float, most: int, together: int
+) -> tuple[tuple[int, int], ...]:
+    cost, before = [0.0], [0]
+    for stop in range(1, len(positions) + 1):
+        width = rows * (length - positions[stop - 1])
+        choices = []
+        for start in range(stop - 1, -1, -1):
+            tokens = (stop - start) * width
+            if stop - start > 1 and (tokens > most or stop - start > together):
+                break
+            choices.append((cost[start] + overhead + tokens, start))
+        best, start = min(choices)
+        cost.append(best)
+        before.append(start)
+    out = []
+    stop = len(positions)
+    while stop:
+        out.append((before[stop], stop))
+        stop = before[stop]
+    return tuple(out[::-1])

@@ -20,10 +20,12 @@ from probelens.hooks.model import HookedModel
 from probelens.hooks.padding import mask_for_model
 from probelens.numerics.tensors import whole_number
 from probelens.running.sweep.conditions import Condition, Read
-from probelens.running.sweep.engine import Engine
-from probelens.running.sweep.limits import mib
+from probelens.running.sweep.memory import mib
+from probelens.running.sweep.resume import Resume
+from probelens.running.sweep.strategy import Full, Skip, Strategy, TrialFailed, Unfit
+from probelens.running.sweep.work import Work, state_of
 
-__all__ = ["SweepPlan", "SweepResult", "plan", "sweep"]
+__all__ = ["SweepPlan", "SweepResult", "choose", "plan", "sweep"]
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class SweepPlan:
     memory: int | None
     trial: int
     otherwise: SweepPlan | None
-    _engine: Engine = field(repr=False)
+    _strategy: Strategy = field(repr=False)
 
     @property
     def ratio(self) -> float:
@@ -167,20 +169,15 @@ class SweepPlan:
         Raises:
             HookNotFiredError: An edit that the run didn't reach.
         """
-        engine = self._engine
-        found = engine.run(progress, describe) if engine.state() == engine.seen else None
-        return (
-            self._anew().run(progress, describe)
-            if found is None
-            else SweepResult(*found, self.path, self.why)
-        )
-
-    def _anew(self) -> SweepPlan:
-        e = self._engine
-        return plan(
-            e.model, e.tokens, e.conditions, e.read, batch_size=e.batch_size, attention_mask=e.mask, memory=e.memory,
-            source_bytes=e.source,
+        work = self._strategy.work
+        if state_of(work.model) == work.state:
+            with contextlib.suppress(TrialFailed):
+                return SweepResult(*self._strategy.run_all(progress, describe), self.path, self.why)
+        again = plan(
+            work.model, work.tokens, work.conditions, work.read, batch_size=work.batch_size, attention_mask=work.mask,
+            memory=work.memory, source_bytes=work.source,
         )  # fmt: skip
+        return again.run(progress, describe)
 
 
 def plan(
@@ -227,24 +224,46 @@ def plan(
             f"memory={memory}: a budget is a positive number of bytes, such as 2**30; None is for no budget"
         )
     mask = mask_for_model(model, attention_mask)
-    given = (model, tokens, conditions, read, mask, batch_size, memory, source_bytes)
-    planned, otherwise = Engine(*given), None
-    trial = planned.trial()
+    work = Work.of(model, tokens, conditions, read, mask, batch_size, memory, source_bytes)
+    strategy, why = choose(work)
+    trial, otherwise = strategy.trial(), None
     if trial:
-        # Too small a budget for it is an error only once it is needed.
+        # A budget too small for it is an error only once it is needed.
         with contextlib.suppress(InputError):
-            otherwise = _described(Engine(*given, resume=False), 0, None)
-    return _described(planned, trial, otherwise)
+            otherwise = _described(*choose(work, resume=False), 0, None)
+    return _described(strategy, why, trial, otherwise)
 
 
-def _described(engine: Engine, trial: int, otherwise: SweepPlan | None) -> SweepPlan:
-    tokens, conditions = engine.tokens, engine.conditions
-    blocks, reads = engine.counts()
-    whole = (len(conditions) + 1) * len(tokens) * tokens.shape[1]
+def choose(work: Work, resume: bool = True) -> tuple[Strategy, str]:
+    """The shortest way to run some work that gives the same numbers.
+
+    Args:
+        work: What to run.
+        resume: Whether runs may begin in mid-sequence.
+
+    Returns:
+        The strategy, and why no shorter one is possible; "" if there is none.
+
+    Raises:
+        InputError: A budget too small for one example under one condition.
+    """
+    why = "" if resume else "a trial on this model gave other numbers"
+    for kind in (Resume, Skip) if resume else (Skip,):
+        try:
+            return kind(work), why
+        except Unfit as reason:
+            why = str(reason)
+    return Full(work), why
+
+
+def _described(strategy: Strategy, why: str, trial: int, otherwise: SweepPlan | None) -> SweepPlan:
+    work = strategy.work
+    blocks, reads = strategy.counts()
+    whole = (len(work.conditions) + 1) * len(work.tokens) * work.length
     return SweepPlan(
-        len(conditions), len(tokens), tokens.shape[1], engine.limits.batch, len(engine.chunks), engine.path, engine.why,
-        blocks, reads, whole * engine.n, whole, engine.path != "resume", engine.holds(), engine.memory, trial, otherwise,
-        engine,
+        len(work.conditions), len(work.tokens), work.length, strategy.batch, len(strategy.batches()), strategy.path, why,
+        blocks, reads, whole * work.n_layers, whole, strategy.exact, strategy.held(), work.memory, trial, otherwise,
+        strategy,
     )  # fmt: skip
 
 

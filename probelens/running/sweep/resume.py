@@ -1,198 +1,363 @@
-"""Going on from the middle of a sequence: what an adapter offers for it, and which runs share a pass.
-
-In a causal model the positions before an edit stay as they were. A run can begin at the first changed
-position of a block if what the earlier positions left behind for the later ones is kept.
-"""
+"""Runs that begin at their first changed block and position, many in a pass."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from probelens.errors import InputError
-from probelens.hooks.trials import fingerprint
+from probelens.hooks.switchboard import Entry
+from probelens.running.sweep.jobs import SHORTEST, Job, Load, jobs_of, loads, passes
+from probelens.running.sweep.memory import EDITED, LOGITS, PASSES, WORK, Limits, largest, mib
+from probelens.running.sweep.readout import Readout
+from probelens.running.sweep.resumer import Resumer, distrust, distrusted, resumer_of
+from probelens.running.sweep.strategy import Strategy, TrialFailed, Unfit, first_block, pick, why_not_skip
+from probelens.running.sweep.work import Work
 
-if TYPE_CHECKING:
-    from probelens.hooks.model import HookedModel
-
-__all__ = ["Resumer", "passes", "resumer_of"]
+__all__ = ["Resume"]
 
 
-class Resumer(ABC):
-    """Runs of one model that begin at a block and at a position.
+@dataclass(frozen=True)
+class _Changed:
+    """What a job's edits made of the residual entering block ``stop``, from position ``begin`` on."""
+
+    index: int
+    stop: int
+    begin: int
+    resid: Tensor
+
+
+class Resume(Strategy):
+    """Each run begins at its first changed block and position.
+
+    A condition's edits change the residual that enters the block after them. Where that is equal to the
+    unedited run's, bit by bit, up to some position, the rest begins there. Conditions that begin at the same
+    position, or near each other, share a pass, which each joins at the block where its edits end. Nothing is
+    assumed about what an edit does.
 
     Args:
-        model: The wrapped model.
+        work: What to run.
+
+    Raises:
+        Unfit: The model or the inputs don't allow it, or what is kept exceeds the memory budget.
     """
 
-    # Bytes that may be kept of a batch where the caller names no budget.
-    BUDGET: ClassVar[int] = 1 << 30
-    # The longest sequence on which a run from the middle was seen to equal a whole one.
-    trusted = 0
-    # What later positions need is kept at every so many positions; a plan sets it before it runs.
-    spacing = 1
+    path = "resume"
+    exact = False
 
-    def __init__(self, model: HookedModel) -> None:
-        self.model = model
-        self.n = model.cfg.n_layers
+    def __init__(self, work: Work) -> None:
+        super().__init__(work)
+        self.resumer, self.jobs = _resumable(work)
+        self.n, self.length = work.n_layers, work.length
+        self.unedited = [i for i, c in enumerate(work.conditions) if not c.interventions]
+        resumed = {job.index for job in self.jobs} | set(self.unedited)
+        # Conditions that run without what is kept, and where: beside what is kept no residual is kept for them.
+        self.others = {
+            i: 0 if first_block(work.model, c) == 0 else None
+            for i, c in enumerate(work.conditions)
+            if i not in resumed
+        }
+        self.names = self._names()
+        self.limits = self._cut()
+        self.batch = self.limits.batch
+        self._begins: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._loads: dict[tuple[int, tuple[int, ...], int], list[Load]] = {}
 
-    @abstractmethod
-    def holds(self, batch: int, length: int, spacing: int = 1) -> int:
-        """Bytes that ``base`` keeps of so many sequences for later positions, what it needs meanwhile included."""
+    # -- what it takes -------------------------------------------------------------------------------
 
-    @abstractmethod
-    def copied(self, batch: int, length: int) -> int:
-        """Bytes that one condition needs in a pass, at most, for its own copy of what was kept."""
+    def _needs(self, batch: int, spacing: int = 1) -> dict[str, int]:
+        """Bytes that a batch needs at least, one condition at a time."""
+        sizes = self.work.sizes
+        resid = batch * sizes.resid
+        return {
+            "states": self.resumer.holds(batch, self.length, spacing),
+            # The last residual is kept beside the named ones, and once more while the trial lasts.
+            "residuals": (len(self.names) + 2) * resid,
+            "edited": 4 * resid,
+            "passes": self.resumer.copied(batch, self.length) + 3 * resid,
+            "logits": batch * (sizes.logits if self.others else sizes.reads),
+            "source": batch * sizes.source,
+        }
 
-    def spacings(self, length: int) -> range:
-        """At every how many positions may be kept what later ones need, the closest first."""
-        return range(1, 2)
+    def _cut(self) -> Limits:
+        """How the work is cut to stay within the budget."""
+        work, resumer, length = self.work, self.resumer, self.length
+        batch, memory, vector = work.batch_size, work.memory, work.sizes.vector
 
-    def fit(self, batch: int, length: int, memory: int) -> int | None:
-        """The closest spacing whose ``holds`` stays within so many bytes; None if none does."""
-        return next((s for s in self.spacings(length) if self.holds(batch, length, s) <= memory), None)
+        def least(examples: int, spacing: int = 1) -> int:
+            return sum(self._needs(examples, spacing).values())
 
-    @abstractmethod
-    def base(self, tokens: Tensor, names: Iterable[str]) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Run without edits, and keep what later positions need of earlier ones.
+        if memory is None:
+            budget, alone = resumer.BUDGET, resumer.holds(batch, length, resumer.spacings(length)[-1])
+            kept = resumer.fit(batch, length, budget)
+        else:
+            # Kept states lie close as long as that is possible: fewer examples cost nothing, detours do.
+            budget, alone = memory, least(1, resumer.spacings(length)[-1])
+            batch, kept = largest(batch, memory, least), 1
+            if not batch:
+                batch = 1
+                kept = resumer.fit(1, length, memory - least(1) + resumer.holds(1, length))
+        if kept is None:
+            raise Unfit(f"does not fit the memory budget of {mib(budget)}: needs {mib(alone)}")
+        need = self._needs(batch, kept)
+        spare = None if memory is None else (memory - sum(need.values())) // 3
 
-        Args:
-            tokens: (example, pos)
-            names: Hook points to cache.
+        def most(part: str, usual: int) -> int:
+            enough = max(usual, need[part])
+            return enough if spare is None else min(enough, need[part] + spare)
 
-        Returns:
-            The residual after the last block (example, pos, d_model), and the cache.
-        """
+        tokens, shared = 2048 if work.model.cfg.device.type == "cpu" else 1 << 16, most("passes", PASSES)
+        if memory is not None:
+            # A pass then needs no more than a batch by itself, or what the budget leaves.
+            tokens = min(tokens, max(batch * length, shared // (WORK * vector)))
+        return Limits(
+            batch,
+            kept,
+            most("edited", EDITED) - 3 * batch * work.sizes.resid,
+            most("logits", LOGITS),
+            max(1, shared // need["passes"]),
+            tokens,
+            vector,
+        )
 
-    def forward(
-        self, tokens: Tensor, names: Iterable[str], **arguments: Any
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The residual after the last block, and what the named points saw; edits within block 0 need none."""
-        if wanted := list(names):
-            return self.model.run_with_cache(tokens, wanted, stop_at_layer=self.n, **arguments)
-        return self.model(tokens, stop_at_layer=self.n, **arguments), {}
+    def held(self) -> dict[str, int]:
+        limits, jobs, sizes = self.limits, len(self.jobs), self.work.sizes
+        # Those of the first batch, the largest.
+        held = self._needs(limits.batch, limits.spacing)
+        planned = self.planned(torch.arange(limits.batch))
+        held["edited"] = max(load.held for load in planned) + 3 * limits.batch * sizes.resid
+        shared = min(
+            limits.together, max(1, limits.tokens // limits.batch), max(len(p.jobs) for p in planned)
+        )
+        held["passes"] *= shared
+        held["logits"] = max(held["logits"], min(limits.logits, (jobs + 1) * limits.batch * sizes.reads))
+        return {name: size for name, size in held.items() if size}
 
-    def floor(self, pos: int) -> int:
-        """The last position up to ``pos`` at which a run can begin."""
-        return pos - pos % self.spacing
+    def count(self, rows: Tensor, first: bool) -> tuple[int, int]:
+        batch, length = len(rows), self.length
+        whole = self.n * batch * length
+        blocks = whole * (1 + len(self.others))
+        blocks += self._tried(batch) if first else 0
+        blocks += sum((job.stop - max(job.start, 0)) * length * batch for job in self.jobs if job.at is None)
+        planned = self.planned(rows)
+        runs = 1 + sum(len(group) for load in planned for group in load.groups)
+        reads = runs * self.work.n_read
+        reads += sum(length if start is None else self.work.n_read for start in self.others.values())
+        return blocks + sum(load.blocks for load in planned), reads * batch
 
-    @abstractmethod
-    def tail(self, resid: Tensor, layer: int, pos: int, until: int) -> Tensor:
-        """Run from a block and a position on, for several conditions at once.
+    def trial(self) -> int:
+        batch = len(self.batches()[0])
+        tried = self._tried(batch)
+        return tried + self.n * self.length * batch if tried else 0
 
-        Args:
-            resid: What enters the block, condition by condition. (condition · example, pos from ``pos`` on, d_model)
-            layer: The block.
-            pos: The first position, one that ``floor`` gives.
-            until: The block before which to stop; the number of blocks for none.
+    def _tried(self, batch: int) -> int:
+        """Block-positions of the trial on so many examples; 0 where resuming was found right before."""
+        if self.resumer.trusted >= self.length:
+            return 0
+        layer = min(job.stop for job in self.jobs)
+        again = (self.n - layer) * (self.length - self._floor(self.length // 2))
+        return (self.n * self.length + again) * batch
 
-        Returns:
-            The residual there, in the shape of ``resid``.
-        """
-
-    def running(self) -> contextlib.AbstractContextManager[Any]:
-        """A context whose runs over whole sequences give the very numbers that ``base`` gives."""
-        return contextlib.nullcontext()
-
-    def overhead(self) -> float:
-        """How many tokens cost as much as a pass costs before its first one."""
-        block = self.model.module.get_submodule(self.model.adapter.blocks[0])
-        weights = max(1, sum(p.numel() for p in block.parameters()))
-        # Measured on one core: about 2 ms a block, beside 2 · weights operations a token at 1e11 a second.
-        return (1e8 if self.model.cfg.device.type == "cpu" else 3e9) / weights
-
-
-# Of each model, what it consisted of when its resumer was made, and the resumer; None where there is none.
-_FOUND: WeakKeyDictionary[HookedModel, tuple[Any, Resumer | None]] = WeakKeyDictionary()
-_WRONG: WeakKeyDictionary[HookedModel, Any] = WeakKeyDictionary()
-
-
-def resumer_of(model: HookedModel) -> Resumer | None:
-    """The model's resumer, made once; None where there is none or it was found to give other numbers.
-
-    What was found holds until something in the model is exchanged.
-    """
-    now = fingerprint(model.module)
-    if model not in _FOUND or _FOUND[model][0] != now:
-        found = None if distrusted(model) else model.adapter.resumer(model)
-        if found is not None and not isinstance(found, Resumer):
-            raise InputError(
-                f"{type(model.adapter).__name__}.resumer() gave a {type(found).__name__}. It must give a "
-                "probelens.running.sweep.resume.Resumer, or None"
+    def planned(self, rows: Tensor) -> list[Load]:
+        """The jobs, as many at a time as may be held, with the passes that they take at most."""
+        last = self.length - 1 if self.work.read.pos is None else int(self.work.read.pos[rows].max())
+        # Batches are neighbouring examples; the run of a plan asks for what its counts asked for.
+        batch = (int(rows[0]), len(rows))
+        if batch not in self._begins:
+            self._begins[batch] = tuple(self._floor(job.earliest(rows)) for job in self.jobs)
+        begins = self._begins[batch]
+        key = (len(rows), begins, last)
+        if key not in self._loads:
+            self._loads.clear()
+            self._loads[key] = loads(
+                self.jobs, begins, last, len(rows), self.length, self.n, self.limits, self._passes
             )
-        _FOUND[model] = now, found
-    return _FOUND[model][1]
+        return self._loads[key]
+
+    def _floor(self, pos: int) -> int:
+        return pos - pos % self.limits.spacing
+
+    def _passes(self, begins: Sequence[int], rows: int) -> list[tuple[int, int]]:
+        limits = self.limits
+        return passes(begins, rows, self.length, self.resumer.overhead(), limits.tokens, limits.together)
+
+    # -- running -------------------------------------------------------------------------------------
+
+    def run(self, rows: Tensor, done: Callable[[int], None]) -> tuple[Tensor, list[Tensor]]:
+        base, values = self._resumed(rows, done)
+        done(1)
+        for index, start in self.others.items():
+            values[index] = self.edited(rows, self.work.conditions[index], start)
+            done(1)
+        return base, [values[i] for i in range(len(self.work.conditions))]
+
+    def _resumed(self, rows: Tensor, done: Callable[[int], None]) -> tuple[Tensor, dict[int, Tensor]]:
+        """Values of the unedited run and, by index, of the conditions that begin in mid-sequence."""
+        work, model = self.work, self.work.model
+        self.resumer.spacing = self.limits.spacing
+        try:
+            final, cache = self.resumer.base(work.tokens[rows], self.names)
+        except Exception as err:
+            # Whatever a model's forward has against a cache, the other strategies need none.
+            if self.resumer.trusted:
+                raise
+            distrust(model)
+            raise TrialFailed from err
+        entering = {stop: self._entering(stop, final, cache) for stop in {job.stop for job in self.jobs}}
+        self._try(rows, entering, final)
+        readout = Readout(model, work.read, rows, self.limits.logits)
+        where = None if work.read.pos is None else work.read.pos[rows].to(final.device)
+        readout.put(-1, final if where is None else pick(final, where))
+        (base,) = readout.values().values()
+        values: dict[int, Tensor] = dict.fromkeys(self.unedited, base)
+        done(len(values))
+        for load in self.planned(rows):
+            changed: list[_Changed] = []
+            for job in load.jobs:
+                plain = entering[job.stop]
+                edited = self._edited(job, rows, plain, cache)
+                begin = self.resumer.floor(_first_change(edited, plain))
+                if begin == plain.shape[1] or (where is not None and int(where.max()) < begin):
+                    values[job.index] = base
+                    done(1)
+                    continue
+                changed.append(_Changed(job.index, job.stop, begin, edited[:, begin:].clone()))
+            self._finish(changed, load, entering, final, where, readout, done)
+        return base, {**values, **readout.values()}
+
+    def _names(self) -> list[str]:
+        """Residuals to keep of the unedited run: where conditions begin, and where they end."""
+        names = {job.at: None for job in self.jobs if job.at is not None}
+        for job in self.jobs:
+            if job.at is None and job.start > 0:
+                names[f"blocks.{job.start}.hook_resid_pre"] = None
+            if job.stop < self.n:
+                names[f"blocks.{job.stop}.hook_resid_pre"] = None
+        return list(names)
+
+    def _entering(self, stop: int, final: Tensor, cache: Mapping[str, Tensor]) -> Tensor:
+        return final if stop == self.n else cache[f"blocks.{stop}.hook_resid_pre"]
+
+    def _try(self, rows: Tensor, entering: Mapping[int, Tensor], final: Tensor) -> None:
+        """Raise TrialFailed if the kept run, or a run from its middle, gives other numbers than the model's own forward.
+
+        Tried on these very inputs, once for the longest sequence so far.
+        """
+        length, layer, model = final.shape[1], min(entering), self.work.model
+        if self.resumer.trusted >= length:
+            return
+        pos = self.resumer.floor(length // 2)
+        reason: Exception | None = None
+        try:
+            own = model(self.work.tokens[rows], stop_at_layer=self.n)
+            right = _equal(final, own)
+            if right and layer < self.n:
+                again = self.resumer.tail(entering[layer][:, pos:].clone(), layer, pos, self.n)
+                right = _equal(again, own[:, pos:])
+        except Exception as err:
+            right, reason = False, err
+        if not right:
+            distrust(model)
+            raise TrialFailed from reason
+        self.resumer.trusted = length
+
+    def _edited(self, job: Job, rows: Tensor, plain: Tensor, cache: Mapping[str, Tensor]) -> Tensor:
+        """The residual entering block ``job.stop`` under the job's edits. (example, pos, d_model)"""
+        if job.at is not None and (job.at.endswith("pre") or torch.equal(cache[job.at], plain)):
+            tensor = plain.clone()
+            point = self.work.model.point(job.at)
+            for edit in job.interventions:
+                tensor = Entry(point, edit.edit_for(rows)).forward(tensor, point)
+            return tensor
+        hooks = [(one.name, one.edit_for(rows)) for one in job.interventions]
+        start = job.start if job.start > 0 else None
+        inputs = self.work.tokens[rows] if start is None else cache[f"blocks.{start}.hook_resid_pre"]
+        with self.resumer.running():
+            out: Tensor = self.work.model.run_with_hooks(
+                inputs, hooks, start_at_layer=start, stop_at_layer=job.stop
+            )
+        return out
+
+    def _finish(
+        self, changed: list[_Changed], load: Load, entering: Mapping[int, Tensor], final: Tensor,
+        where: Tensor | None, readout: Readout, done: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        """Run what was changed to the last block and give it to the readout."""
+        rows = len(final)
+        for group in self._groups(changed, load, rows):
+            group.sort(key=lambda one: one.stop)
+            begin = min(one.begin for one in group)
+            after = self._together(group, begin, entering)
+            for one, resid in zip(group, after.split(rows), strict=True):
+                whole = torch.cat([final[:, :begin], resid], 1)
+                readout.put(one.index, whole if where is None else pick(whole, where))
+            done(len(group))
+
+    def _groups(self, changed: list[_Changed], load: Load, rows: int) -> list[list[_Changed]]:
+        """Which conditions share a pass: never a division that takes more than was planned."""
+        changed = sorted(changed, key=lambda one: (-one.begin, one.stop, one.index))
+        groups = [changed[lo:hi] for lo, hi in self._passes([one.begin for one in changed], rows)]
+        took = sum(
+            (self.n - one.stop) * (self.length - group[-1].begin) * rows for group in groups for one in group
+        )
+        by = {one.index: one for one in changed}
+        if took > load.blocks and by.keys() <= {i for group in load.groups for i in group}:
+            planned = [[by[i] for i in group if i in by] for group in load.groups]
+            groups = [group for group in planned if group]
+        return groups
+
+    def _together(self, group: list[_Changed], begin: int, entering: Mapping[int, Tensor]) -> Tensor:
+        """One pass over the blocks, which each condition joins where its edits end. (condition · example, ...)"""
+        stops = sorted({one.stop for one in group})
+        out: list[Tensor] = []
+        for stop, until in zip(stops, [*stops[1:], self.n], strict=True):
+            plain = entering[stop]
+            out += [torch.cat([plain[:, begin : o.begin], o.resid], 1) for o in group if o.stop == stop]
+            resid = torch.cat(out)
+            out = [self.resumer.tail(resid, stop, begin, until) if stop < self.n else resid]
+        return out[0]
 
 
-def distrust(model: HookedModel) -> None:
-    """Don't resume runs of this model again, as it is."""
-    _WRONG[model] = fingerprint(model.module)
-    _FOUND[model] = _WRONG[model], None
+def _resumable(work: Work) -> tuple[Resumer, list[Job]]:
+    """How runs of the model go on from the middle, and the conditions that can; raises Unfit where few or none can."""
+    model, dtype = work.model, work.model.cfg.dtype
+    if why := why_not_skip(model):
+        raise Unfit(why)
+    if work.mask is not None:
+        raise Unfit("attention mask given")
+    if not work.conditions:
+        raise Unfit("no conditions")
+    if work.tokens.ndim != 2 or work.tokens.is_floating_point():
+        raise Unfit("inputs that aren't tokens (example, pos)")
+    if work.length < SHORTEST:
+        # A shorter sequence has hardly a prefix to spare.
+        raise Unfit(f"sequences shorter than {SHORTEST} positions")
+    if dtype not in (torch.float32, torch.float64):
+        # Sums then depend on the shape of a pass.
+        raise Unfit(f"half precision ({dtype})")
+    if any(m._forward_hooks or m._forward_pre_hooks for m in model.module.modules()):
+        raise Unfit("hooks on the model's modules")
+    resumer = resumer_of(model)
+    if resumer is None:
+        raise Unfit(
+            "a trial on this model gave other numbers"
+            if distrusted(model)
+            else "the adapter can't resume this model in mid-sequence"
+        )
+    jobs = jobs_of(model, work.conditions)
+    # One condition or two don't pay for trying whether resuming is right.
+    if len(jobs) <= 2:
+        raise Unfit(f"{len(jobs)} conditions that could begin in mid-sequence, which takes 3")
+    return resumer, jobs
 
 
-def distrusted(model: HookedModel) -> bool:
-    """Whether runs from the middle were found to give other numbers on this model, as it is."""
-    return model in _WRONG and _WRONG[model] == fingerprint(model.module)
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool((a - b).abs().max() <= 1e-5 * b.abs().max())
 
 
-def passes(
-    positions: Sequence[int], rows: int, length: int, overhead: float, most: int, together: int = 1 << 30
-) -> list[tuple[int, int]]:
-    """Which neighbouring runs share a pass that begins where the earliest of them does.
-
-    Args:
-        positions: Where each run may begin, not increasing.
-        rows: Examples of each run.
-        length: Positions of a sequence.
-        overhead: Cost of a pass, in tokens.
-        most: Tokens of a pass; one run alone may take more.
-        together: Runs that may share a pass.
-
-    Returns:
-        Slices (start, stop) of ``positions`` that cost least.
-
-    Examples:
-        >>> passes([3, 2, 1, 0], rows=1, length=4, overhead=0, most=100)
-        [(0, 1), (1, 2), (2, 3), (3, 4)]
-        >>> passes([3, 2, 1, 0], rows=1, length=4, overhead=100, most=100)
-        [(0, 4)]
-    """
-    return list(_passes(tuple(positions), rows, length, overhead, most, together))
-
-
-# A plan asks for what its run asks for again, batch by batch.
-@functools.lru_cache(maxsize=64)
-def _passes(
-    positions: tuple[int, ...], rows: int, length: int, overhead: float, most: int, together: int
-) -> tuple[tuple[int, int], ...]:
-    cost, before = [0.0], [0]
-    for stop in range(1, len(positions) + 1):
-        width = rows * (length - positions[stop - 1])
-        choices = []
-        for start in range(stop - 1, -1, -1):
-            tokens = (stop - start) * width
-            if stop - start > 1 and (tokens > most or stop - start > together):
-                break
-            choices.append((cost[start] + overhead + tokens, start))
-        best, start = min(choices)
-        cost.append(best)
-        before.append(start)
-    out = []
-    stop = len(positions)
-    while stop:
-        out.append((before[stop], stop))
-        stop = before[stop]
-    return tuple(out[::-1])
-
-
-def first_change(edited: Tensor, base: Tensor) -> int:
+def _first_change(edited: Tensor, base: Tensor) -> int:
     """The first position at which any example differs; the length if none does. Tensors (example, pos, d)."""
     changed = (edited != base).flatten(2).any(-1).any(0)
     return int(torch.argmax(changed.int())) if bool(changed.any()) else base.shape[1]

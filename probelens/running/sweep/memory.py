@@ -5,23 +5,20 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from probelens.hooks.model import HookedModel
-    from probelens.running.sweep.conditions import Read
-    from probelens.running.sweep.suffix import SuffixRuns
+from probelens.hooks.model import HookedModel
+from probelens.running.sweep.conditions import Read
 
-__all__ = ["Limits", "Sizes", "in_bytes", "largest", "limits_of", "mib"]
+__all__ = ["EDITED", "LOGITS", "PASSES", "WORK", "Limits", "Sizes", "in_bytes", "largest", "mib"]
 
 # What is held where the caller names no budget, in bytes.
-_EDITED = 1 << 28
-_PASSES = 1 << 30
-_LOGITS = 1 << 26
+EDITED = 1 << 28
+PASSES = 1 << 30
+LOGITS = 1 << 26
 # Widths of the residual stream that a block needs for a token while it runs, about: MLP, projections, gates.
-_WORK = 16
+WORK = 16
 
 
 @dataclass(frozen=True)
@@ -73,8 +70,8 @@ class Limits:
 
     batch: int
     spacing: int = 1
-    edited: int = _EDITED
-    logits: int = _LOGITS
+    edited: int = EDITED
+    logits: int = LOGITS
     together: int = 1
     tokens: int = 1
     vector: int = 4
@@ -111,51 +108,3 @@ def largest(batch: int, memory: int | None, need: Callable[[int], int]) -> int:
         (3, 0, 8)
     """
     return batch if memory is None else bisect.bisect_right(range(1, batch + 1), memory, key=need)
-
-
-def limits_of(runs: SuffixRuns, sizes: Sizes, batch: int, memory: int | None) -> Limits | int:
-    """How runs from the middle are cut; where no cut stays within the budget, the bytes that they need.
-
-    Args:
-        runs: What is to run.
-        sizes: Of its tensors.
-        batch: Examples of a batch, at most.
-        memory: Bytes; None for a budget on what is kept of a batch alone.
-    """
-    resumer, length = runs.resumer, runs.length
-
-    def least(examples: int, spacing: int = 1) -> int:
-        return sum(runs.needs(sizes, examples, spacing).values())
-
-    if memory is None:
-        kept: int | None = resumer.fit(batch, length, resumer.BUDGET)
-        if kept is None:
-            return resumer.holds(batch, length, resumer.spacings(length)[-1])
-    else:
-        # Kept states lie close as long as that is possible: fewer examples cost nothing, detours do.
-        batch, kept = largest(batch, memory, least), 1
-        if not batch:
-            batch, last = 1, resumer.spacings(length)[-1]
-            kept = resumer.fit(1, length, memory - least(1) + resumer.holds(1, length))
-            if kept is None:
-                return least(1, last)
-    need = runs.needs(sizes, batch, kept)
-    spare = None if memory is None else (memory - sum(need.values())) // 3
-
-    def most(part: str, usual: int) -> int:
-        enough = max(usual, need[part])
-        return enough if spare is None else min(enough, need[part] + spare)
-
-    tokens, passes = 2048 if runs.model.cfg.device.type == "cpu" else 1 << 16, most("passes", _PASSES)
-    if memory is not None:
-        # A pass then needs no more than a batch by itself, or what the budget leaves.
-        tokens = min(tokens, max(batch * length, passes // (_WORK * sizes.vector)))
-    return Limits(
-        batch,
-        kept,
-        most("edited", _EDITED) - 3 * batch * sizes.resid,
-        most("logits", _LOGITS),
-        max(1, passes // need["passes"]),
-        tokens,
-        sizes.vector,
-    )
