@@ -78,29 +78,23 @@ def test_every_public_name_resolves(name: str) -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="has no attribute 'prob'"):
+    with pytest.raises(AttributeError, match="No probelens attribute prob"):
         _ = probelens.prob  # type: ignore[attr-defined]
 
 
 def test_a_public_module_is_there_without_an_import_of_its_own() -> None:
-    code = "import probelens as pl; print(pl.ssm.fused_kernel.__name__, pl.rnn.rnn_forward.__name__)"
+    code = "import probelens as pl; print(pl.stats.coverage.__name__, pl.kernels.rnn.rnn_forward.__name__)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.split() == ["fused_kernel", "rnn_forward"]
+    assert out.split() == ["coverage", "rnn_forward"]
 
 
-def test_names_for_type_checkers_and_names_at_run_time_are_the_same() -> None:
-    tree = ast.parse((ROOT / "probelens/__init__.py").read_text())
-    blocks = [n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
-    static = {
-        a.asname or a.name for n in ast.walk(blocks[0]) if isinstance(n, ast.ImportFrom) for a in n.names
-    }
-    assert static | {"__version__"} == set(probelens.__all__)
-
-
-@pytest.mark.parametrize("name", ["profile", "collect"])
+@pytest.mark.parametrize("name", ["ablation.ablate", "patching.patch", "probing.probe", "running.collect"])
 def test_importing_the_module_of_the_same_name_leaves_the_function(name: str) -> None:
-    done = run_python(f"import probelens.{name}; print(type(probelens.{name}).__name__)")
-    assert done.stdout.strip() == "function", done.stderr
+    function = name.rpartition(".")[2]
+    done = run_python(
+        f"import probelens as pl, probelens.{name}; print(type(pl.{function}).__name__, type(pl.{function}).__name__)"
+    )
+    assert done.stdout.split() == ["function", "function"], done.stderr
 
 
 def test_the_folder_adapters_refuses_to_be_the_package_adapters() -> None:
@@ -136,19 +130,17 @@ def test_the_symlinks_lead_to_the_mapped_folders() -> None:
         assert SETUPTOOLS["package-dir"][f"probelens.{name}"] == name
 
 
-def test_every_declared_adapter_exists() -> None:
-    declared = PYPROJECT["project"]["entry-points"]["probelens.adapters"]
-    for target in declared.values():
-        module, _, cls = target.partition(":")
-        tree = ast.parse((ROOT / "adapters" / f"{module.rpartition('.')[2]}.py").read_text())
-        assert cls in {n.name for n in tree.body if isinstance(n, ast.ClassDef)}, target
-
-
-def test_every_adapter_file_is_declared() -> None:
-    declared = PYPROJECT["project"]["entry-points"]["probelens.adapters"]
-    modules = {target.partition(":")[0].rpartition(".")[2] for target in declared.values()}
-    on_disk = {p.stem for p in (ROOT / "adapters").glob("*.py") if not p.stem.startswith("_")}
-    assert on_disk == modules
+def test_every_adapter_is_declared_and_every_declared_one_exists() -> None:
+    declared = set(PYPROJECT["project"]["entry-points"]["probelens.adapters"].values())
+    found = {}
+    for path in (ROOT / "adapters").rglob("*.py"):
+        module = ".".join(["probelens.adapters", *path.relative_to(ROOT / "adapters").with_suffix("").parts])
+        for node in ast.parse(path.read_text()).body:
+            named = [x for x in getattr(node, "body", ()) if ast.unparse(x).startswith("name = ")]
+            if isinstance(node, ast.ClassDef) and named:
+                found.setdefault((module, ast.unparse(named[0])), set()).add(f"{module}:{node.name}")
+    assert declared <= set().union(*found.values())
+    assert [classes for classes in found.values() if not classes & declared] == []
 
 
 def test_heavy_packages_are_imported_inside_functions() -> None:
@@ -240,7 +232,10 @@ def test_wheel_holds_every_module_the_type_marker_and_the_page_of_reports(tmp_pa
     (wheel,) = tmp_path.glob("*.whl")
     inside = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
     assets = {installed_path(p) for p in (ROOT / "probelens/results/report/assets").iterdir()}
-    assert {installed_path(p) for p in sources()} | {"probelens/py.typed"} | assets <= inside
+    assert {installed_path(p) for p in sources()} | {
+        "probelens/py.typed",
+        "probelens/__init__.pyi",
+    } | assets <= inside
     assert {n.partition("/")[0] for n in inside} == {"probelens"}
     assert wheel.stat().st_size < 2_000_000
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from probelens.errors import InputError, ShapeError
-from probelens.kernels import compiled as _compiled
+from probelens.kernels import compiled
 from probelens.kernels import scan as _scan
 from probelens.kernels import ssd as _ssd
 from probelens.kernels import tap as _tap
@@ -91,9 +91,9 @@ class TestCompiled:
 
     @pytest.fixture(autouse=True)
     def on_small_inputs(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert _compiled.kernels() is not None
-        monkeypatch.setattr(_compiled, "_FEWEST_ELEMENTS", 1)
-        monkeypatch.setattr(_compiled, "_WIDEST", 16)
+        assert compiled.kernels() is not None
+        monkeypatch.setattr(compiled, "_FEWEST_ELEMENTS", 1)
+        monkeypatch.setattr(compiled, "_WIDEST", 16)
 
     def run(self, inputs: list[Tensor], index: int | None = None) -> list[Tensor | None]:
         inputs = [
@@ -107,9 +107,9 @@ class TestCompiled:
     def compiled_calls(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         calls: list[str] = []
         for name in ("scan", "scan_keeping", "scan_gradients"):
-            kept = getattr(_compiled, name)
+            kept = getattr(compiled, name)
             monkeypatch.setattr(
-                _compiled, name, lambda *a, kept=kept, name=name: calls.append(name) or kept(*a)
+                compiled, name, lambda *a, kept=kept, name=name: calls.append(name) or kept(*a)
             )
         return calls
 
@@ -243,7 +243,7 @@ class TestCompiled:
         assert (
             fused_kernel(torch.empty(1, 1 << 19, 3), A) == "torch"
         )  # the states of a piece would take 128 MiB
-        monkeypatch.setattr(_compiled, "_FEWEST_ELEMENTS", 2 * 7 * 3 * 4 + 1)
+        monkeypatch.setattr(compiled, "_FEWEST_ELEMENTS", 2 * 7 * 3 * 4 + 1)
         assert fused_kernel(x, A) == "torch"
         with pytest.raises(ShapeError, match=r"\(2, 7, 3\) and \(4, 3\)"):
             fused_kernel(x, A.T)
@@ -253,13 +253,13 @@ class TestCompiled:
         inputs = scan_inputs(dtype=torch.float32)
         compiled = self.run(inputs)
         calls = self.compiled_calls(monkeypatch)
-        monkeypatch.setattr(_compiled, "kernels", _compiled.kernels.__wrapped__)
+        monkeypatch.setattr(compiled, "kernels", compiled.kernels.__wrapped__)
         monkeypatch.setitem(sys.modules, "numba", None)
         if broken:
             monkeypatch.setattr("builtins.__import__", _refusing("numba"))
             with pytest.warns(UserWarning, match="Numba needs NumPy .* PyTorch's operations run instead"):
                 assert fused_kernel(inputs[0], inputs[2]) == "torch"
-            monkeypatch.setattr(_compiled, "kernels", lambda: None)
+            monkeypatch.setattr(compiled, "kernels", lambda: None)
         plain = self.run(inputs)
         assert calls == []
         for a, b in zip(compiled, plain, strict=True):
@@ -268,12 +268,12 @@ class TestCompiled:
 
 class TestKernels:
     def found(self) -> Any:
-        return _compiled.kernels.__wrapped__()
+        return compiled.kernels.__wrapped__()
 
     def test_a_later_process_compiles_nothing(self) -> None:
-        assert _compiled.kernels() is not None
+        assert compiled.kernels() is not None
         code = (
-            "from probelens import _compiled; found = _compiled.kernels()\n"
+            "from probelens.kernels import compiled; found = compiled.kernels()\n"
             "print(*(sum(loop.stats.cache_misses.values()) for loop in found))"
         )
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -290,7 +290,7 @@ class TestKernels:
         def fail(found: object) -> None:
             raise pickle.UnpicklingError("pickle data was truncated")
 
-        monkeypatch.setattr(_compiled, "_try", fail)
+        monkeypatch.setattr(compiled, "_try", fail)
         with pytest.warns(UserWarning, match=r"can't be used \(UnpicklingError: .*PyTorch's operations run"):
             assert self.found() is None
 
@@ -298,15 +298,15 @@ class TestKernels:
 class TestCompiledConvolution:
     @pytest.fixture(autouse=True)
     def on_small_inputs(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_compiled, "_FEWEST_ELEMENTS", 1)
+        monkeypatch.setattr(compiled, "_FEWEST_ELEMENTS", 1)
 
     @pytest.fixture
     def calls(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         calls: list[str] = []
         for name in ("conv", "conv_gradients"):
-            kept = getattr(_compiled, name)
+            kept = getattr(compiled, name)
             monkeypatch.setattr(
-                _compiled, name, lambda *a, kept=kept, name=name: calls.append(name) or kept(*a)
+                compiled, name, lambda *a, kept=kept, name=name: calls.append(name) or kept(*a)
             )
         return calls
 
