@@ -16,7 +16,6 @@ from . import results as results
 from . import running as running
 from . import subspaces as subspaces
 from . import tasks as tasks
-from .ablation.ablate import AblationResult as AblationResult
 from .ablation.ablate import ablate as ablate
 from .ablation.components import ComponentResult as ComponentResult
 from .ablation.components import ablate_component as ablate_component
@@ -27,6 +26,7 @@ from .ablation.erase import ErasureResult as ErasureResult
 from .ablation.erase import erase as erase
 from .ablation.lengths import LengthTransfer as LengthTransfer
 from .ablation.lengths import length_transfer as length_transfer
+from .ablation.result import AblationResult as AblationResult
 from .errors import AdapterNotFoundError as AdapterNotFoundError
 from .errors import HookNotFiredError as HookNotFiredError
 from .errors import InputError as InputError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from probelens.ablation.ablate import AblationResult, ablate
+from probelens.ablation.ablate import ablate
+from probelens.ablation.columns import ABLATION
+from probelens.ablation.result import AblationResult
 from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped
@@ -18,7 +21,9 @@ from probelens.numerics.indices import READABLE, SOLVED, ProfileIndices, profile
 from probelens.patching.patch import patch
 from probelens.patching.result import PatchResult
 from probelens.probing import ProbeResult, probe
+from probelens.results.columns import Column, table
 from probelens.results.result import Result
+from probelens.results.sentences import percent
 from probelens.running.collect import collect
 from probelens.running.sweep.conditions import Read
 from probelens.running.sweep.plan import sweep
@@ -30,6 +35,9 @@ if TYPE_CHECKING:
 __all__ = ["Profile", "profile"]
 
 WARM_UP = 20
+_COST = (
+    "clean", "value", "drop", "damage", "effect", "effect_lo", "effect_hi", "refit_accuracy", "refit_mlp_accuracy", "verdict",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +57,19 @@ class Profile(Result):
         extra: What the caller wants to keep with the result; saved and loaded with it.
     """
 
+    columns = (
+        Column("model", str, "Name of the model."),
+        *ProbeResult.columns,
+        *(dataclasses.replace(c, type=c.type | None) for c in ABLATION if c.name in _COST),
+        Column(
+            "drop_lo",
+            float | None,
+            "Lower end of the 95 % interval of the drop, over sequences.",
+            "fraction of 1",
+        ),
+        Column("drop_hi", float | None, "Upper end of it.", "fraction of 1"),
+    )
+
     probes: ProbeResult
     ablations: dict[str, AblationResult]
     patches: dict[str, PatchResult]
@@ -61,9 +82,11 @@ class Profile(Result):
     extra: dict[str, Any] = field(default_factory=dict)
 
     def to_dataframe(self) -> pd.DataFrame:
-        """One row a label and layer: accuracy and its baselines, drop, damage, effect, refit, verdict."""
-        import pandas as pd
+        """The task's probes, each with what ablating its directions cost and what a refitted probe reads.
 
+        Returns:
+            One row per site, label and seed.
+        """
         rows = []
         for row in self.probes.rows:
             if row["control"] != "task":
@@ -72,12 +95,39 @@ class Profile(Result):
             ablation = self.ablations.get(row["label"])
             if ablation is not None:
                 found = next((r for r in ablation.targets() if r["site"] == row["site"]), {})
-                for key in ("clean", "value", "drop", "damage", "effect", "effect_lo", "effect_hi", "refit_accuracy",
-                            "refit_mlp_accuracy", "verdict"):  # fmt: skip
-                    merged[key] = found.get(key)
+                merged |= {name: found.get(name) for name in _COST}
                 merged.update(drop_lo=found.get("lo"), drop_hi=found.get("hi"))
             rows.append(merged)
-        return pd.DataFrame(rows)
+        return table(rows, self.columns)
+
+    def findings(self) -> list[str]:
+        """What the model knows, and for each label where it is read, what it costs to remove and where it is put in.
+
+        Returns:
+            Sentences, one per line.
+        """
+        known = (
+            f"{percent(self.behaviour['all'])} ({percent(self.behaviour['late'])} after position {WARM_UP})"
+        )
+        lines = [
+            f"{self.model} on {self.task.get('task', 'a task')} of length {self.length}, own accuracy {known}."
+        ]
+        read = self.probes.findings()[1:]
+        for label, found in self.indices.items():
+            lines.append(f"{label}: {found.verdict}, {found.reason}.")
+            start = next((i for i, line in enumerate(read) if line.startswith(f"{label}: ")), len(read))
+            own = read[start : start + 1] + [
+                line for line in read[start + 1 : start + 2] if line.startswith("  ")
+            ]
+            lines += [line.removeprefix(f"{label}: ").strip() for line in own]
+            lines += self.ablations[label].findings()[1:] if label in self.ablations else []
+        lines += [
+            f"pairs of {name}: {line}"
+            for name, patched in self.patches.items()
+            for line in patched.findings()[1:]
+            if line.startswith(("Most", "No pair"))
+        ]
+        return lines
 
     def plot(self) -> go.Figure:
         """Probe accuracy by layer with its baselines."""

@@ -23,7 +23,7 @@ from probelens import errors
 
 ERRORS = {n for n in errors.__all__ if isinstance(getattr(errors, n), type)}
 # A shape: "(batch, pos, …)", "(d,)", "(n_heads, d_model / n_heads)", "(...)" or "()"; or a stated scalar.
-AXIS = r"[\w.…*]+(?: ?[+*/×·−-] ?\w+)*"  # noqa: RUF001
+AXIS = r"[\w.…*]+(?: ?[+*/×·−-] ?\w+)*"
 SHAPE = re.compile(rf"\((?:{AXIS},(?: ?{AXIS},?)*|\.\.\.|…)?\)")
 WORDS = re.compile(r"scalar|\bsame shape\b|\bown shape\b|any shape|of the shape of")
 

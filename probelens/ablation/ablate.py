@@ -7,14 +7,14 @@ refitted on the ablated activations may recover, and random subspaces may cost a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from probelens.ablation.controls import CONTROLS, Control, label_of, with_controls
+from probelens.ablation.result import AblationResult
 from probelens.ablation.scoring import Metric, accuracy_chance, after, run, score
 from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
@@ -22,89 +22,15 @@ from probelens.hooks.names import by_point, need_wrapped
 from probelens.probing.refit import refit_check
 from probelens.probing.result import ProbeResult
 from probelens.probing.splits import groups_of
-from probelens.results.result import Result
 from probelens.running.collect import collect
 from probelens.subspaces.fitted import probe_rows
 from probelens.subspaces.leace import Eraser
 from probelens.subspaces.subspace import Subspace
 
-if TYPE_CHECKING:
-    import pandas as pd
-    import plotly.graph_objects as go
-
-__all__ = ["AblationResult", "ablate", "feeds_readout"]
+__all__ = ["ablate", "feeds_readout"]
 
 MARGIN = 0.02
 FLOOR = 0.2
-
-
-@dataclass(frozen=True, eq=False)
-class AblationResult(Result):
-    """What ablating a subspace cost at each site, beside its controls and the refitted probe.
-
-    Args:
-        rows: One a site, condition and draw: site, layer, label, condition ("target", "random",
-            "random_matched", "pca"), draw, rank, alpha, chance, value, clean, drop (clean − value), lo,
-            hi, damage; on targets also effect, effect_lo, effect_hi, effect_against (the control that
-            it is measured from), effect_p (share of its draws that cost as much, the subspace
-            counted among them; None for a metric of your own, where it isn't known which way costs),
-            damage_random, damage_random_matched, damage_pca (means over the draws), control_overlap
-            (share of the subspace that the matched controls share),
-            control_problem (why there are none, or None), verdict, and of the refit: probe_accuracy, refit_accuracy, refit_gap (the
-            one less the other) with refit_gap_lo and refit_gap_hi (paired, over test groups), refit_mlp_accuracy,
-            refit_position_accuracy (a probe at each position), majority, position_baseline,
-            baseline (the larger of the two), readable_before, readable_after (whether any probe reads
-            the label), probe_position_accuracy, probe_mlp_accuracy (before; None where not needed).
-        values: The metric of each example under each row's condition. (row, example)
-        clean: The metric of each example without ablation. (example,)
-        by_position: Mean metric at each position. (row, pos)
-        clean_by_position: The same without ablation. (pos,)
-        label: The variable whose subspace was ablated.
-        target: The label that the model's answer is compared with, or "".
-        metric: Name of the metric.
-        chance: What one answer given everywhere gets at best; sequences count alike, as in ``clean``.
-        path: How the engine ran: "resume", "skip" or "full"; see ``sweep``.
-        refit_by_position: Accuracy of the refitted linear probe at each position. (target, pos)
-        extra: What the caller wants to keep with the result; saved and loaded with it.
-    """
-
-    rows: list[dict[str, Any]]
-    values: Tensor
-    clean: Tensor
-    by_position: Tensor
-    clean_by_position: Tensor
-    label: str = ""
-    target: str = ""
-    metric: str = "accuracy"
-    chance: float = 0.0
-    path: str = "full"
-    refit_by_position: Tensor | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    def to_dataframe(self) -> pd.DataFrame:
-        """One row a site, condition and draw."""
-        import pandas as pd
-
-        return pd.DataFrame(self.rows)
-
-    def targets(self) -> list[dict[str, Any]]:
-        """The rows of the ablated subspaces themselves, without controls."""
-        return [row for row in self.rows if row["condition"] not in CONTROLS]
-
-    def plot(self, title: str | None = None) -> go.Figure:
-        """Drop by layer beside its controls, and the refitted probe below.
-
-        Args:
-            title: Shown above the figure.
-
-        Returns:
-            A figure of two panels.
-        """
-        from probelens.results import plots
-
-        return plots.ablation(
-            self.to_dataframe(), metric=self.metric, percent=self.metric == "accuracy", title=title
-        )
 
 
 def ablate(

@@ -6,14 +6,16 @@ value that no run has. Resampling puts in what another sequence has there: prefe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
+from probelens.ablation.columns import SCORES, SITE
 from probelens.ablation.controls import label_of
+from probelens.ablation.result import Costs
 from probelens.ablation.scoring import (
     Metric,
     Runs,
@@ -32,13 +34,14 @@ from probelens.hooks.names import need_wrapped, resolve
 from probelens.hooks.points import HookPoint
 from probelens.hooks.shorthand import Names
 from probelens.numerics.modes import exact
-from probelens.results.result import Result
+from probelens.results.columns import Column
+from probelens.results.rows import Rows
+from probelens.results.sentences import count, listed
 from probelens.running.collect import collect
 from probelens.running.sweep.conditions import Condition, Intervention
 from probelens.running.sweep.plan import sweep
 
 if TYPE_CHECKING:
-    import pandas as pd
     import plotly.graph_objects as go
 
 __all__ = ["ComponentResult", "ablate_component"]
@@ -48,20 +51,36 @@ HEAD_AXES = ("head", "heads")
 
 
 @dataclass(frozen=True, eq=False)
-class ComponentResult(Result):
+class ComponentResult(Rows):
     """What ablating each component cost.
 
     Args:
-        rows: One a component and way: site, layer, head (None for all), how, value, clean, drop
-            (clean − value), lo, hi, damage, draws, draw_sd (standard deviation of the value over draws).
+        rows: One per component and way; ``columns`` says what each holds.
         values: The metric of each example under each row, averaged over draws. (row, example)
         clean: The metric of each example without ablation. (example,)
         target: The label that the model's answer is compared with.
         metric: Name of the metric.
-        chance: What one answer given everywhere gets at best; sequences count alike, as in ``clean``.
+        chance: Best accuracy of a constant answer, averaged over sequences, as in ``clean``.
         path: How the engine ran: "resume", "skip" or "full"; see ``sweep``.
         extra: What the caller wants to keep with the result; saved and loaded with it.
     """
+
+    columns = (
+        *SITE,
+        Column(
+            "layers", str, "Layers ablated together, separated by commas.", on="rows of `ablate_convolution`"
+        ),
+        Column("head", int | str | None, "The head, several separated by commas, or None for all."),
+        Column("how", str, 'What was put in: "zero", "mean", "resample", or a way of `ablate_convolution`.'),
+        Column("draws", int, "Resamples that were averaged."),
+        Column(
+            "draw_sd",
+            float | None,
+            "Standard deviation of the value over draws; None for one.",
+            "that of the metric",
+        ),
+        *SCORES,
+    )
 
     rows: list[dict[str, Any]]
     values: Tensor
@@ -72,20 +91,31 @@ class ComponentResult(Result):
     path: str = "full"
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def to_dataframe(self) -> pd.DataFrame:
-        """One row a component and way."""
-        import pandas as pd
+    def findings(self) -> list[str]:
+        """The components that cost most, for each way of ablating them.
 
-        return pd.DataFrame(self.rows)
+        Returns:
+            Sentences, one per line.
+        """
+        costs = Costs(self.metric)
+        ways = list(dict.fromkeys(row["how"] for row in self.rows))
+        lines = [
+            f"{count(len(self.rows), 'ablation')} of components on {count(len(self.clean), 'sequence')}. "
+            f"{costs.metric(self.rows[0])}"
+        ]
+        for way in ways:
+            rows = sorted((r for r in self.rows if r["how"] == way), key=lambda r: -costs.sign * r["drop"])
+            sure = sum((row["lo"] if costs.sign > 0 else -row["hi"]) > 0 for row in rows)
+            best = listed((f"{_component(row)} {costs.cost(row)}" for row in rows[:3]), 3)
+            lines.append(f"{way}: {sure} of {len(rows)} cost more than nothing. Most: {best}.")
+        return lines
 
     def plot(self) -> go.Figure:
         """Drop of each component, with its interval."""
         import plotly.express as px
 
         table = self.to_dataframe()
-        table["component"] = [
-            r["site"] if r["head"] is None else f"{r['site']} {r['head']}" for r in self.rows
-        ]
+        table["component"] = [_component(row) for row in self.rows]
         table["above"], table["below"] = table["hi"] - table["drop"], table["drop"] - table["lo"]
         return px.bar(
             table,
@@ -96,6 +126,10 @@ class ComponentResult(Result):
             error_y="above",
             error_y_minus="below",
         )
+
+
+def _component(row: Mapping[str, Any]) -> str:
+    return str(row["site"]) if row["head"] is None else f"{row['site']} head {row['head']}"
 
 
 def ablate_component(

@@ -10,34 +10,38 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from probelens.ablation.ablate import ablate
+from probelens.ablation.columns import ABLATION
 from probelens.ablation.controls import CONTROLS, Control
+from probelens.ablation.result import Costs
 from probelens.ablation.scoring import Metric
 from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import by_point, need_wrapped
-from probelens.results.result import Result
+from probelens.results.columns import Column
+from probelens.results.rows import Rows
+from probelens.results.sentences import count, place
 from probelens.subspaces.leace import Eraser
 from probelens.subspaces.subspace import Subspace
 
 if TYPE_CHECKING:
-    import pandas as pd
     import plotly.graph_objects as go
 
 __all__ = ["DoseResult", "dose_response", "first_directions"]
 
 
 @dataclass(frozen=True, eq=False)
-class DoseResult(Result):
+class DoseResult(Rows):
     """What each dose cost at each site, beside its controls.
 
     Args:
-        rows: Those of ``AblationResult``, for every rank and alpha: site, condition, draw, rank,
-            alpha, full_rank, drop, lo, hi, damage, and on targets effect, verdict and the refit.
+        rows: One per site, rank, alpha, condition and draw; ``columns`` says what each holds.
         clean: The metric of each example without ablation. (example,)
         label: The variable.
         metric: Name of the metric.
         extra: What the caller wants to keep with the result; saved and loaded with it.
     """
+
+    columns = (*ABLATION, Column("full_rank", int, "Rank of the whole subspace."))
 
     rows: list[dict[str, Any]]
     clean: Tensor
@@ -45,15 +49,40 @@ class DoseResult(Result):
     metric: str = "accuracy"
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def to_dataframe(self) -> pd.DataFrame:
-        """One row a site, dose, condition and draw."""
-        import pandas as pd
-
-        return pd.DataFrame(self.rows)
-
     def targets(self) -> list[dict[str, Any]]:
         """The rows of the subspaces themselves, without controls."""
         return [row for row in self.rows if row["condition"] == "target"]
+
+    def findings(self) -> list[str]:
+        """What the smallest, the largest and the first sufficient dose cost at each site, and the controls.
+
+        Returns:
+            Sentences, one per line.
+        """
+        costs, by = Costs(self.metric), self._varies()
+        targets = self.targets()
+        lines = [
+            f"{self.label!r} removed dose by dose on {count(len(self.clean), 'sequence')}. {costs.metric(targets[0])}"
+        ]
+        for site in dict.fromkeys(row["site"] for row in targets):
+            rows = sorted((r for r in targets if r["site"] == site), key=lambda r: (r["rank"], r["alpha"]))
+            top = max(rows, key=lambda r: (r["alpha"], r["rank"]))
+            doses = [r for r in rows if all(r[k] == top[k] for k in ("rank", "alpha") if k != by)]
+            full = costs.sign * top["drop"]
+            enough = next(r for r in doses if costs.sign * r["drop"] >= 0.9 * full)
+            said = f"{place(top)}: {by} {top[by]} of {top['full_rank']} costs {costs.cost(top)}"
+            if by == "alpha":
+                said = f"{place(top)}: alpha {top[by]:g} costs {costs.cost(top)}"
+            if enough is not top and full > 0:
+                said += f", and {by} {enough[by]:g} at least 90 % of that"
+            same = (r for r in self.rows if all(r[k] == top[k] for k in ("site", "rank", "alpha")))
+            lines.append(f"{said}. {costs.controls(same)}".strip())
+        return lines
+
+    def _varies(self) -> str:
+        """The dose that varies: "rank" or "alpha"."""
+        ranks = len({row["rank"] for row in self.rows})
+        return "alpha" if ranks == 1 and len({row["alpha"] for row in self.rows}) > 1 else "rank"
 
     def plot(self, by: str | None = None) -> go.Figure:
         """Mean drop against the dose, a line a site and condition.
@@ -67,8 +96,7 @@ class DoseResult(Result):
         import plotly.express as px
 
         table = self.to_dataframe()
-        varies = [key for key in ("rank", "alpha") if table[key].nunique() > 1]
-        by = (varies or ["rank"])[0] if by is None else by
+        by = self._varies() if by is None else by
         other = "alpha" if by == "rank" else "rank"
         top = table[table[other] == table.groupby("site")[other].transform("max")]
         if by == "rank":

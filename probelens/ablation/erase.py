@@ -8,6 +8,7 @@ say what it costs, beside random subspaces that remove as much.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,8 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from probelens.ablation.ablate import MARGIN, AblationResult, ablate
+from probelens.ablation.ablate import MARGIN, ablate
+from probelens.ablation.columns import ABLATION
 from probelens.ablation.controls import CONTROLS, Control, check_activations, label_of
+from probelens.ablation.result import AblationResult
 from probelens.ablation.scoring import Metric
 from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
@@ -24,15 +27,16 @@ from probelens.hooks.names import need_wrapped, resolve
 from probelens.hooks.shorthand import LAYER_AXIS, Names
 from probelens.probing.refit import chance_margin, guess_accuracy
 from probelens.probing.splits import groups_of, real_tokens, split_by_group
+from probelens.results.columns import Column
 from probelens.results.progress import progress_bar
-from probelens.results.result import Result
+from probelens.results.rows import Rows
+from probelens.results.sentences import count, place, share
 from probelens.running.collect import collect
 from probelens.subspaces.inlp import Inlp, inlp
 from probelens.subspaces.leace import Eraser, LeaceFitter
 from probelens.subspaces.subspace import Subspace
 
 if TYPE_CHECKING:
-    import pandas as pd
     import plotly.graph_objects as go
 
 __all__ = ["ErasureResult", "erase"]
@@ -41,14 +45,11 @@ Method = Literal["leace", "inlp"]
 
 
 @dataclass(frozen=True, eq=False)
-class ErasureResult(Result):
+class ErasureResult(Rows):
     """What erasing a variable at each site achieved, and what it cost.
 
     Args:
-        rows: One a site: all that ``AblationResult`` says of its targets, and method, n_fit
-            (sequences), at_chance (the fresh linear probe is within ``margin`` of its baseline),
-            reached (the same in words); for INLP also stopped, fit_accuracy and fit_baseline,
-            of the last probe of its own loop.
+        rows: One per site; ``columns`` says what each holds.
         subspaces: What was erased at each site, to use again: an Eraser or an Inlp.
         ablation: The behavioural cost with its controls, row by row.
         method: "leace" or "inlp".
@@ -56,6 +57,23 @@ class ErasureResult(Result):
         margin: At chance means accuracy ≤ baseline + margin, or less next to a baseline near 1.
         extra: What the caller wants to keep with the result; saved and loaded with it.
     """
+
+    columns = (
+        *(dataclasses.replace(column, on="") for column in ABLATION),
+        Column("method", str, '"leace" or "inlp".'),
+        Column("n_fit", int, "Sequences that the eraser was fitted on.", "sequences"),
+        Column("at_chance", bool, "Whether the fresh linear probe is within ``margin`` of its baseline."),
+        Column("reached", str, "The same in words."),
+        Column("stopped", str, "Why INLP stopped.", on="sites of INLP"),
+        Column(
+            "fit_accuracy",
+            float,
+            "Accuracy of the last probe of INLP's own loop.",
+            "fraction of 1",
+            "sites of INLP",
+        ),
+        Column("fit_baseline", float, "The baseline of that probe.", "fraction of 1", "sites of INLP"),
+    )
 
     rows: list[dict[str, Any]]
     subspaces: dict[str, Any]
@@ -69,11 +87,23 @@ class ErasureResult(Result):
         """Whether the fresh linear probe is at chance at every site."""
         return all(row["at_chance"] for row in self.rows)
 
-    def to_dataframe(self) -> pd.DataFrame:
-        """One row a site."""
-        import pandas as pd
+    def findings(self) -> list[str]:
+        """Whether a fresh probe is at chance, and then what the ablation says.
 
-        return pd.DataFrame(self.rows)
+        Returns:
+            Sentences, one per line.
+        """
+        far = max(self.rows, key=lambda row: row["refit_accuracy"] - row["baseline"])
+        done = sum(row["at_chance"] for row in self.rows)
+        ranks = sorted({row["rank"] for row in self.rows})
+        said = f"A fresh linear probe is at chance at {share(done, len(self.rows), 'site')}"
+        said += "." if done == len(self.rows) else f"; furthest above it at {place(far)}: {far['reached']}."
+        return [
+            f"{self.label!r} erased by {self.method.upper()}, rank {'–'.join(map(str, dict.fromkeys([ranks[0], ranks[-1]])))}, "
+            f"fitted on {count(self.rows[0]['n_fit'], 'sequence')}.",
+            said,
+            *self.ablation.findings(),
+        ]
 
     def plot(self, title: str | None = None) -> go.Figure:
         """Drop by layer beside its controls, and the refitted probes below.

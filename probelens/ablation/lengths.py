@@ -7,19 +7,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from probelens.ablation.ablate import FLOOR
+from probelens.ablation.columns import CONDITION, EFFECT, SCORES, SITE
 from probelens.ablation.controls import CONTROLS, Control, Removal, with_controls
 from probelens.ablation.scoring import accuracy_chance, run, score
 from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import by_point, need_wrapped
+from probelens.results.columns import Column
 from probelens.results.progress import progress_bar
-from probelens.results.result import Result
+from probelens.results.rows import Rows
+from probelens.results.sentences import count, fixed, place
 from probelens.running.collect import collect
 from probelens.subspaces.leace import Eraser
 from probelens.subspaces.subspace import Subspace
 
 if TYPE_CHECKING:
-    import pandas as pd
     import plotly.graph_objects as go
 
 __all__ = ["LengthTransfer", "length_transfer"]
@@ -28,19 +30,30 @@ SPANS = ("all", "seen", "beyond")
 
 
 @dataclass(frozen=True, eq=False)
-class LengthTransfer(Result):
+class LengthTransfer(Rows):
     """What frozen subspaces cost at each length.
 
     Args:
-        rows: One a length, span, site, condition and draw: length, span ("all", "seen" for
-            positions up to the trained length, "beyond" for later ones), site, layer, condition,
-            draw, rank, value, clean, chance, drop, lo, hi, damage, floor; on targets also effect,
-            effect_lo, effect_hi, effect_against, effect_p.
+        rows: One per length, span, site, condition and draw; ``columns`` says what each holds.
         label: The variable.
         target: The label that the model's answer is compared with.
         trained_length: Tokens in the sequences that the subspaces were fitted on.
         extra: What the caller wants to keep with the result; saved and loaded with it.
     """
+
+    columns = (
+        Column("length", int, "Tokens in each sequence, a start token not counted.", "tokens"),
+        Column(
+            "span", str, 'Positions counted: "all", "seen" (up to the trained length), "beyond" (later ones).'
+        ),
+        *SITE,
+        *CONDITION,
+        *SCORES,
+        *EFFECT,
+        Column(
+            "floor", bool, "Whether the clean accuracy is within 0.2 of chance, so that nothing can drop."
+        ),
+    )
 
     rows: list[dict[str, Any]]
     label: str
@@ -48,15 +61,34 @@ class LengthTransfer(Result):
     trained_length: int
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def to_dataframe(self) -> pd.DataFrame:
-        """One row a length, span, site, condition and draw."""
-        import pandas as pd
-
-        return pd.DataFrame(self.rows)
-
     def targets(self) -> list[dict[str, Any]]:
         """The rows of the subspaces themselves, without controls."""
         return [row for row in self.rows if row["condition"] == "target"]
+
+    def findings(self) -> list[str]:
+        """The damage at each length, at the site where it is largest, inside and beyond the trained length.
+
+        Returns:
+            Sentences, one per line.
+        """
+        targets = self.targets()
+        worst = max((r for r in targets if r["span"] == "all"), key=lambda r: r["damage"] or 0.0)
+        lengths = list(dict.fromkeys(row["length"] for row in targets))
+        lines = [
+            f"subspaces of {self.label!r}, fitted at length {self.trained_length}, not refitted, removed at "
+            f"{count(len({r['site'] for r in targets}), 'site')}. Damage at {place(worst)}, 1 being all above chance:"
+        ]
+        where = {"seen": f"up to position {self.trained_length}", "beyond": "beyond"}
+        for length in lengths:
+            said = []
+            for row in targets:
+                if (row["site"], row["length"]) == (worst["site"], length) and row["span"] in where:
+                    found = "no room to drop" if row["floor"] else fixed(row["damage"])
+                    if row["effect"] is not None and not row["floor"]:
+                        found += f" ({fixed(row['effect'])} more than random subspaces)"
+                    said.append(f"{found} {where[row['span']]}")
+            lines.append(f"  length {length}: {', '.join(said)}")
+        return lines
 
     def plot(self) -> go.Figure:
         """Damage by length, seen and later positions apart; a line a site, gaps at the floor."""

@@ -1,4 +1,3 @@
-# ruff: noqa: RUF001 - × is meant
 """Rows about the scan: a training step against transformers' CPU paths, all states against TransformerLens."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# ruff: noqa: RUF001 - × is meant
 """Rows about probes: many labels and penalties, and INLP, against scikit-learn."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# ruff: noqa: RUF001 - × is meant
 """Rows about plain running: caches, collection to disk, import."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# ruff: noqa: RUF001 - × is meant
 """Rows about interventions: patching against TransformerLens, ablation against plain hooks."""
 
 from __future__ import annotations

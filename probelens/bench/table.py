@@ -1,4 +1,3 @@
-# ruff: noqa: RUF001 - × is meant
 """From results to the table of the docs."""
 
 from __future__ import annotations

@@ -13,30 +13,49 @@ from probelens.hooks.names import resolve
 from probelens.hooks.points import HookPoint
 from probelens.hooks.shorthand import Names
 from probelens.numerics.modes import autocasting
+from probelens.results.columns import Column
 from probelens.results.progress import progress_bar
-from probelens.results.result import Result
+from probelens.results.rows import Rows
 
 if TYPE_CHECKING:
-    import pandas as pd
     import plotly.graph_objects as go
 
     from probelens.hooks.model import HookedModel
 
 __all__ = ["VerifyReport", "verify"]
 
+SIZE = "relative to the output's size"
+
 
 @dataclass(frozen=True, eq=False)
-class VerifyReport(Result):
+class VerifyReport(Rows):
     """What each hook point did.
 
     Args:
-        rows: One a point: name, kind, fired (times), identity (largest change of the output by an
-            edit that returns its input), edit (by random noise), restored (share of another run's
-            output that its activations bring back, on the residual stream), ok, problem.
+        rows: One per point; ``columns`` says what each holds.
         model: Name of the model.
         tolerance: Largest change that an identity edit may make, relative to the output's size.
         left_behind: Modules that still carry hooks or another forward afterwards.
     """
+
+    columns = (
+        Column("name", str, "Hook point."),
+        Column("kind", str, '"boundary", "interior" or "step".'),
+        Column("fired", int, "How often a hook there was called in one run.", "times"),
+        Column(
+            "identity", float | None, "Largest change of the output by an edit that returns its input.", SIZE
+        ),
+        Column("edit", float | None, "Largest change of the output by random noise.", SIZE),
+        Column(
+            "restored",
+            float | None,
+            "Share of another run's output that its activations bring back; None off the residual stream.",
+            "fraction of 1",
+        ),
+        Column("ok", bool, "Whether the point passed."),
+        Column("problem", str, "Why it did not, or empty."),
+        Column("note", str, "A remark on a point that passed, or empty."),
+    )
 
     rows: list[dict[str, Any]]
     model: str
@@ -52,24 +71,25 @@ class VerifyReport(Result):
         """The rows that didn't pass."""
         return [row for row in self.rows if not row["ok"]]
 
-    def to_dataframe(self) -> pd.DataFrame:
-        """One row a point."""
-        import pandas as pd
-
-        return pd.DataFrame(self.rows)
-
     def plot(self) -> go.Figure:
         """How much noise at each point changes the output."""
         import plotly.express as px
 
         return px.bar(self.to_dataframe(), x="name", y="edit", color="ok", log_y=True)
 
+    def findings(self) -> list[str]:
+        """How many points pass, and what is wrong with each of the others.
+
+        Returns:
+            One line each.
+        """
+        bad = self.failures()
+        lines = [f"{self.model}: {len(self.rows) - len(bad)} of {len(self.rows)} hook points pass"]
+        lines += [f"  {row['name']}: {row['problem']}" for row in bad]
+        return lines + ([f"  left behind on: {', '.join(self.left_behind)}"] if self.left_behind else [])
+
     def __str__(self) -> str:
-        bad = len(self.failures())
-        text = f"{self.model}: {len(self.rows) - bad} of {len(self.rows)} hook points pass"
-        for row in self.failures():
-            text += f"\n  {row['name']}: {row['problem']}"
-        return text + (f"\n  left behind on: {', '.join(self.left_behind)}" if self.left_behind else "")
+        return "\n".join(self.findings())
 
 
 def verify(

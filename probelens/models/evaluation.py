@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from probelens.errors import InputError, ShapeError
 from probelens.numerics.stats import ratio_of_means
-from probelens.results.result import Result
+from probelens.results.columns import Column, table
+from probelens.results.rows import Rows
+from probelens.results.sentences import between, count, hundredths, percent
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,17 +30,32 @@ Backend = Literal["native", "reference"] | Callable[[], AbstractContextManager[A
 
 
 @dataclass(frozen=True)
-class EvalResult(Result):
+class EvalResult(Rows):
     """Accuracy of a model on a task, one row per length, label and span of positions.
 
     Args:
         task: Name of the task.
         trained_length: Length the spans "trained" and "beyond" are divided at.
-        rows: Dicts with label, length, span, accuracy, lo and hi (95 % interval over sequences),
-            balanced_accuracy (mean over the classes that occur), n_positions and n_sequences.
-            Positions t count from 1, a BOS token excluded. Spans:
-            "all"; "trained" t <= trained_length; "beyond" t > trained_length; "late" t > late.
+        rows: One per length, label and span; ``columns`` says what each holds.
     """
+
+    columns = (
+        Column("task", str, "Name of the task.", on="the table"),
+        Column("label", str, "What the logits name."),
+        Column("length", int, "Tokens in each sequence, a start token not counted.", "tokens"),
+        Column(
+            "span",
+            str,
+            'Positions counted, from 1, without a start token: "all", "trained" (up to the trained length), "beyond" (later '
+            'ones), "late" (after the first 20, or as `late` says).',
+        ),
+        Column("accuracy", float, "Share of positions with the right class.", "fraction of 1"),
+        Column("lo", float, "Lower end of its 95 % interval, over sequences.", "fraction of 1"),
+        Column("hi", float, "Upper end of it.", "fraction of 1"),
+        Column("balanced_accuracy", float, "Mean recall of the classes that occur.", "fraction of 1"),
+        Column("n_positions", int, "Positions counted.", "positions"),
+        Column("n_sequences", int, "Sequences that have any.", "sequences"),
+    )
 
     task: str
     trained_length: int
@@ -69,9 +86,28 @@ class EvalResult(Result):
 
     def to_dataframe(self) -> pd.DataFrame:
         """The rows, with the task's name."""
-        import pandas as pd
+        return table([{"task": self.task, **row} for row in self.rows], self.columns)
 
-        return pd.DataFrame([{"task": self.task, **row} for row in self.rows])
+    def findings(self) -> list[str]:
+        """Accuracy at each length, at the positions of training and beyond them.
+
+        Returns:
+            Sentences, one per line.
+        """
+        n = max(row["n_sequences"] for row in self.rows)
+        lines = [
+            f"accuracy on {self.task}, {count(n, 'sequence')} of each length, trained at {self.trained_length}:"
+        ]
+        where = {"trained": "up to the trained length", "beyond": "beyond it"}
+        by_length: dict[tuple[str, int], list[str]] = {}
+        for row in self.rows:
+            if row["span"] in where:
+                said = f"{percent(row['accuracy'])}{between(row['lo'], row['hi'], hundredths)} {where[row['span']]}"
+                by_length.setdefault((row["label"], row["length"]), []).append(said)
+        return [
+            *lines,
+            *(f"  {label}, length {n}: {', '.join(said)}" for (label, n), said in by_length.items()),
+        ]
 
     def plot(self) -> go.Figure:
         """Accuracy against length, one line per span, one panel per label."""

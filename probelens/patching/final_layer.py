@@ -19,12 +19,14 @@ from probelens.hooks.names import need_wrapped
 from probelens.hooks.padding import padding_mask
 from probelens.patching.final_layer_sites import RUN, SITES, Plan, Site
 from probelens.patching.parts import Metric, Mode, answered, read_metric
-from probelens.results.result import Result
+from probelens.patching.result import GAP
+from probelens.results.columns import Column
+from probelens.results.rows import Rows
+from probelens.results.sentences import between, count, fixed, listed
 from probelens.running.sweep.conditions import Condition, Read
 from probelens.running.sweep.plan import sweep
 
 if TYPE_CHECKING:
-    import pandas as pd
     import plotly.graph_objects as go
 
 __all__ = ["LETTERS", "PatchSitesResult", "patch_sites"]
@@ -37,15 +39,11 @@ _ALIKE = "at m the model answers alike on both runs in every pair, so the answer
 
 
 @dataclass(frozen=True, eq=False)
-class PatchSitesResult(Result):
+class PatchSitesResult(Rows):
     """Recovery at each site, and what it has to be.
 
     Args:
-        rows: One a site: site ("A" … "J"; "H+conv" is H with the convolution's tail), description,
-            read ("m" or "T"), expected (1.0 or 0.0 where the architecture leaves no choice, else
-            None), recovery, lo, hi, n (pairs counted), holds (whether an expected value came out;
-            None where nothing is expected), applicable (whether the architecture has the site),
-            why (the reason where there is no recovery, or a remark).
+        rows: One per site; ``columns`` says what each holds.
         values: The metric after each patch, at m or at T as the site is read. NaN where a site
             doesn't apply. (site, example)
         clean: The metric on the clean run, at m and at T. (2, example)
@@ -59,6 +57,29 @@ class PatchSitesResult(Result):
         path: How the engine ran: "resume", "skip" or "full"; see ``sweep``.
         extra: What the caller wants to keep with the result; saved and loaded with it.
     """
+
+    columns = (
+        Column(
+            "site", str, 'Letter of the site, "A" to "J"; "H+conv" is H with the tail of the convolution.'
+        ),
+        Column("description", str, "What is patched where."),
+        Column("read", str, 'Where the answer is read: "m" or "T".'),
+        Column(
+            "expected", float | None, "1 or 0 where the architecture leaves no choice, otherwise None.", GAP
+        ),
+        Column(
+            "recovery",
+            float | None,
+            "Share of the clean−corrupted gap that the patch moves; not clipped.",
+            GAP,
+        ),
+        Column("lo", float | None, "Lower end of its 95 % interval, over pairs.", GAP),
+        Column("hi", float | None, "Upper end of it.", GAP),
+        Column("n", int, "Pairs counted.", "pairs"),
+        Column("holds", bool | None, "Whether an expected value came out; None where nothing is expected."),
+        Column("applicable", bool, "Whether the architecture has the site."),
+        Column("why", str | None, "Why there is no recovery, or a remark."),
+    )
 
     rows: list[dict[str, Any]]
     values: Tensor
@@ -117,11 +138,33 @@ class PatchSitesResult(Result):
             raise InputError(f"site {site!r} has no recovery: {row['why']}")
         return float(row["recovery"])
 
-    def to_dataframe(self) -> pd.DataFrame:
-        """One row a site."""
-        import pandas as pd
+    def findings(self) -> list[str]:
+        """The sites whose value is forced, and the recovery at each of the others.
 
-        return pd.DataFrame(self.rows)
+        Returns:
+            Sentences, one per line.
+        """
+        forced = [row for row in self.rows if row["holds"] is not None]
+        wrong = [
+            f"{row['site']} is {row['recovery']:.3f}, not {row['expected']:g}"
+            for row in forced
+            if not row["holds"]
+        ]
+        free = [row for row in self.rows if row["holds"] is None and row["recovery"] is not None]
+        free.sort(key=lambda row: -row["recovery"])
+        absent = [row["site"] for row in self.rows if row["recovery"] is None]
+        what = "recovers" if self.mode == "denoise" else "removes"
+        lines = [
+            f"{self.metric} on {count(self.values.shape[-1], 'pair')}, patched at m and read at m or T ({self.mode}).",
+            f"What the architecture forces {'holds' if not wrong else 'fails'} at "
+            f"{listed(row['site'] for row in forced) if not wrong else listed(wrong)}." if forced else "",
+            *(
+                f"{row['site']} {what} {fixed(row['recovery'])}{between(row['lo'], row['hi'], fixed)}: {row['description']}"
+                for row in free
+            ),
+            f"Not measured: {listed(absent, 12)}; the column why has the reasons." if absent else "",
+        ]  # fmt: skip
+        return [line for line in lines if line]
 
     def plot(self, title: str | None = None) -> go.Figure:
         """Recovery by site with intervals; hollow where the value is forced by the architecture.

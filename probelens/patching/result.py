@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -10,13 +11,17 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError, MetricError
+from probelens.results.columns import Column, table
 from probelens.results.result import Result
+from probelens.results.sentences import between, count, fixed, listed, place, valued
 
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
 __all__ = ["PatchResult"]
+
+GAP = "fraction of the gap"
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +45,19 @@ class PatchResult(Result):
         extra: What the caller wants to keep with the result; saved and loaded with it. "marks" are shown
             by ``plot``.
     """
+
+    columns = (
+        Column("site", str, "Hook point."),
+        Column("layer", int, "Place on the layer axis; −1 is the embedding."),
+        Column("pos", str, 'Position patched, as text: "7", "all", "per example".'),
+        Column("recovery", float, "Share of the clean−corrupted gap that the patch moves; not clipped.", GAP),
+        Column("lo", float, "Lower end of its 95 % interval, over pairs; NaN for a single pair.", GAP),
+        Column("hi", float, "Upper end of it.", GAP),
+        Column("n", int, "Pairs counted.", "pairs"),
+        Column("mode", str, '"denoise" or "noise".'),
+        Column("metric", str, "Name of the metric."),
+        Column("kind", str, '"patch" for exact values, "attribution" for the first-order estimate.'),
+    )
 
     values: Tensor
     clean: Tensor
@@ -191,7 +209,7 @@ class PatchResult(Result):
         }
 
     def to_dataframe(self, correct_only: bool = True) -> pd.DataFrame:
-        """One row a cell: site, layer, pos, recovery, lo, hi, n, mode, metric, kind.
+        """One row per site and position.
 
         Args:
             correct_only: As for ``recovery``.
@@ -199,11 +217,9 @@ class PatchResult(Result):
         Returns:
             One table, sites in order.
         """
-        import pandas as pd
-
         recovery, (lo, hi) = self.recovery(correct_only), self.interval(correct_only=correct_only)
         n = int(self.kept(correct_only).sum())
-        return pd.DataFrame(
+        return table(
             [
                 {
                     "site": site, "layer": self.layers[i], "pos": pos, "recovery": recovery[i, j].item(),
@@ -212,8 +228,43 @@ class PatchResult(Result):
                 }
                 for i, site in enumerate(self.sites)
                 for j, pos in enumerate(self.positions)
-            ]
+            ],
+            self.columns,
         )  # fmt: skip
+
+    def findings(self) -> list[str]:
+        """The cell of the largest recovery, and the layers and positions where much comes back.
+
+        Returns:
+            Sentences, one per line.
+        """
+        n, counted = len(self.correct), int(self.correct.sum())
+        what = "is recovered at" if self.mode == "denoise" else "is removed at"
+        lines = [
+            f"{self.kind} of {self.metric} ({self.mode}) at {count(len(self.sites), 'site')} × "
+            f"{count(len(self.positions), 'position')}, on {count(n, 'pair')}, {counted} of them answered correctly by both "
+            "runs."
+        ]
+        if not counted:
+            return [*lines, "No pair is answered correctly by both runs, so there is no gap to recover."]
+        recovery = self.recovery()
+        means = [valued(run[self.correct].mean().item()) for run in (self.clean, self.corrupted)]
+        lines.append(f"{self.metric} is {means[0]} on clean runs and {means[1]} on corrupted ones.")
+        i, j = divmod(int(recovery.nan_to_num(-torch.inf).argmax()), len(self.positions))
+        cell = dataclasses.replace(self, values=self.values[i : i + 1, j : j + 1])
+        low, high = (end.item() for end in cell.interval())
+        where = {p: f"position {p}" if p.isdigit() else f"positions: {p}" for p in self.positions}
+        spots = [place({"site": site, "layer": layer}) for site, layer in zip(self.sites, self.layers)]
+        lines.append(
+            f"Most {what} {spots[i]}, {where[self.positions[j]]}: {fixed(recovery[i, j].item())}"
+            f"{between(low, high, fixed)} of the gap."
+        )
+        lines.append("Half of the gap or more:")
+        much = [[p for j, p in enumerate(self.positions) if recovery[i, j] >= 0.5] for i in range(len(spots))]
+        lines += [f"  {spot}, at {listed(found, 8)}" for spot, found in zip(spots, much) if found] or [
+            "  nowhere"
+        ]
+        return lines
 
     def plot(self, tokens: Sequence[str] | None = None, correct_only: bool = True) -> go.Figure:
         """Heat map of recovery, layer by position.

@@ -10,13 +10,30 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError, UnknownHookError, nearest
-from probelens.results.result import Result
+from probelens.results.columns import Column
+from probelens.results.rows import Rows
+from probelens.results.sentences import (
+    between,
+    count,
+    fixed,
+    hundredths,
+    listed,
+    percent,
+    place,
+    points,
+    valued,
+)
 
 if TYPE_CHECKING:
-    import pandas as pd
     import plotly.graph_objects as go
 
 __all__ = ["CONTROL", "TASK", "UNTRAINED", "ProbeResult", "key"]
+
+_CLASSES, _NUMBERS, _TOKENS, _MDL = "class labels", "numeric labels", "task rows", "task rows, with mdl"
+_BASELINES = {
+    "majority": "majority class", "position": "position", "last_w": "last tokens", "embedding": "embedding",
+    "untrained": "untrained model",
+}  # fmt: skip
 
 TASK, CONTROL, UNTRAINED = "task", "control_task", "untrained"
 
@@ -27,17 +44,11 @@ def key(row: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class ProbeResult(Result):
+class ProbeResult(Rows):
     """How well labels can be read linearly at each site.
 
     Args:
-        rows: One for each site, label, seed and control: site, layer, label, seed, control ("task",
-            "untrained", "control_task"), kind, lo, hi (95 % interval over groups), n_train, n_val, n_test. A
-            label of class ids (kind "classification") has accuracy, balanced_accuracy, C, n_classes,
-            converged; a label of numbers (kind "regression") has r2, mse (mean squared error, in the
-            label's unit squared) and alpha. On "task" rows also, where they are known or were asked for,
-            in the unit of accuracy or r2: majority, position, last_w, embedding (the site of layer −1),
-            untrained, selectivity; and codelength, uniform_codelength, compression.
+        rows: One per site, label, seed and control; ``columns`` says what each holds.
         coefs: Directions of each task probe in the space of the activations, one row per class, one for a
             number. (class, d)
         intercepts: (class,)
@@ -47,6 +58,66 @@ class ProbeResult(Result):
         by_class: Recall of each class, NaN where absent from test. (class,)
         extra: What the caller wants to keep with the result; saved and loaded with it.
     """
+
+    columns = (
+        Column("site", str, "Hook point."),
+        Column("layer", int | None, "Place on the layer axis; −1 is the embedding, None is unknown."),
+        Column("label", str, "What is read."),
+        Column("seed", int, "Seed of the split."),
+        Column(
+            "control",
+            str,
+            '"task"; "untrained": the same architecture at random initialisation; "control_task": labels that are a hash of '
+            "the last tokens.",
+        ),
+        Column("kind", str, '"classification" for class ids, "regression" for numbers.'),
+        Column("accuracy", float, "Share of the test positions that are right.", "fraction of 1", _CLASSES),
+        Column(
+            "r2",
+            float,
+            "Share of the variance that is explained on test; 0 is the mean.",
+            "fraction of 1",
+            _NUMBERS,
+        ),
+        Column(
+            "lo", float, "Lower end of the 95 % interval of accuracy or r2, over groups.", "fraction of 1"
+        ),
+        Column("hi", float, "Upper end of it.", "fraction of 1"),
+        Column("balanced_accuracy", float, "Mean recall of the classes in test.", "fraction of 1", _CLASSES),
+        Column("mse", float, "Mean squared error on test.", "the label's, squared", _NUMBERS),
+        Column("C", float, "Inverse penalty chosen on validation.", on=_CLASSES),
+        Column("alpha", float, "Penalty chosen on validation.", on=_NUMBERS),
+        Column("n_train", int, "Training rows.", "positions"),
+        Column("n_val", int, "Validation rows.", "positions"),
+        Column("n_test", int, "Test rows.", "positions"),
+        Column("n_classes", int, "Classes.", on=_CLASSES),
+        Column("converged", bool, "Whether the solver reached its tolerance.", on=_CLASSES),
+        Column("majority", float, "Accuracy of the most frequent class.", "fraction of 1", _CLASSES),
+        Column(
+            "position", float, "Score of the best guess from the position alone.", "fraction of 1", _TOKENS
+        ),
+        Column("last_w", float, "Score of the best guess from the last w tokens.", "fraction of 1", _TOKENS),
+        Column(
+            "untrained", float, "Score of the untrained model.", "fraction of 1", "task rows, with untrained"
+        ),
+        Column(
+            "selectivity",
+            float,
+            "Score − that of the control task.",
+            "fraction of 1",
+            "task rows, with control_task",
+        ),
+        Column(
+            "embedding",
+            float,
+            "Score at layer −1.",
+            "fraction of 1",
+            "task rows, with the embedding among the sites",
+        ),
+        Column("codelength", float, "Online codelength of the labels.", "bits", _MDL),
+        Column("uniform_codelength", float, "Codelength without a model.", "bits", _MDL),
+        Column("compression", float, "uniform_codelength/codelength.", "", _MDL),
+    )
 
     rows: list[dict[str, Any]]
     coefs: dict[str, Tensor]
@@ -230,11 +301,45 @@ class ProbeResult(Result):
             raise InputError(f"label {label!r}: this result has {self.labels}. Give one of them.")
         return label
 
-    def to_dataframe(self) -> pd.DataFrame:
-        """One row a site, label, seed and control."""
-        import pandas as pd
+    def findings(self) -> list[str]:
+        """Where each label is read best, beside its baselines and controls.
 
-        return pd.DataFrame(self.rows)
+        Returns:
+            Sentences, one per line.
+        """
+        seeds = count(len(self.seeds), "seed")
+        lines = [f"{listed(map(repr, self.labels))} probed at {count(len(self.sites), 'site')}, {seeds}."]
+        for label in self.labels:
+            row = self.best(label)
+            score = row["accuracy" if "accuracy" in row else "r2"]
+            say = percent if "accuracy" in row else fixed
+            end = hundredths if "accuracy" in row else fixed
+            named = {
+                name: row[name]
+                for name in _BASELINES
+                if name in row and (name != "embedding" or row["layer"] != -1)
+            }
+            what = "accuracy" if "accuracy" in row else "R²"
+            lines.append(
+                f"{label}: highest {what} {say(score)}{between(row['lo'], row['hi'], end)} at {place(row)}, on "
+                f"{count(row['n_test'], 'test position')}."
+            )
+            if named:
+                best = max(named, key=named.__getitem__)
+                over = score - named[best]
+                gap = points(over) if "accuracy" in row else fixed(over)
+                said = listed((f"{_BASELINES[name]} {say(value)}" for name, value in named.items()), 9)
+                lines.append(f"  {gap} above the best baseline. Baselines: {said}.")
+            more = []
+            if "selectivity" in row:
+                more.append(
+                    f"selectivity {points(row['selectivity']) if 'accuracy' in row else fixed(row['selectivity'])}"
+                )
+            if "compression" in row:
+                more.append(f"compression {valued(row['compression'])}")
+            if more:
+                lines.append(f"  {listed(more).capitalize()}.")
+        return lines
 
     def plot(self, title: str | None = None, label: str | None = None) -> go.Figure:
         """Accuracy by layer with intervals, baselines and the untrained model; one panel per label.

@@ -15,11 +15,12 @@ import sys
 import typing
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-from probelens.errors import StoreError
+from probelens.errors import ProbelensError, StoreError
+from probelens.results.columns import Column
 from probelens.results.files import read_tensors, write_tensors
 from probelens.results.types import fits, said
 
@@ -31,6 +32,7 @@ __all__ = ["Result"]
 
 _KEY = "probelens"
 _SEP = "\x1f"
+_MOST_LINES = 12
 _R = TypeVar("_R", bound="Result")
 
 
@@ -38,8 +40,10 @@ class Result:
     """Mixin for the frozen dataclasses that primitives return.
 
     A field may hold a tensor, None, a number, a string, or lists, tuples and string-keyed
-    dicts of these. ``save`` and ``load`` keep dtype, shape and NaN exactly.
+    dicts of these. ``save`` and ``load`` keep dtype, shape and NaN exactly. ``columns`` declares those of its table.
     """
+
+    columns: ClassVar[tuple[Column, ...]] = ()
 
     def __init_subclass__(cls) -> None:
         # A dataclass would write out every number of every tensor; it leaves a __repr__ that is there alone.
@@ -47,10 +51,31 @@ class Result:
         # before the functions of this class have theirs.
         if "__repr__" not in cls.__dict__:
             cls.__repr__ = cls.__mro__[1].__repr__  # type: ignore[assignment,method-assign]
+        if cls.__doc__ and cls.__dict__.get("columns"):
+            cls.__doc__ += "\n\n    Columns:\n" + "\n".join(
+                f"        {column}" for column in cls.__dict__["columns"]
+            )
 
     def __repr__(self) -> str:
-        parts = [f"{f.name}={_short(getattr(self, f.name))}" for f in dataclasses.fields(self)]  # type: ignore[arg-type]
-        return f"{type(self).__name__}({', '.join(parts)})"
+        try:
+            lines = self.findings()
+        except (ArithmeticError, LookupError, TypeError, ValueError, ProbelensError):
+            lines = []  # made by hand, without the columns or numbers that the sentences are about
+        if not lines:
+            parts = [f"{f.name}={_short(getattr(self, f.name))}" for f in dataclasses.fields(self)]  # type: ignore[arg-type]
+            return f"{type(self).__name__}({', '.join(parts)})"
+        if len(lines) > _MOST_LINES:
+            left = len(lines) - _MOST_LINES + 1
+            lines = [*lines[: _MOST_LINES - 1], f"… and {left} lines more in .findings()"]
+        return f"{type(self).__name__}: " + "\n".join(lines)
+
+    def findings(self) -> list[str]:
+        """The finding in plain sentences: what was measured on what, then what came out.
+
+        Returns:
+            One line each; printing a result shows at most 12. Empty where there is nothing to say.
+        """
+        return []
 
     def to_dataframe(self) -> pd.DataFrame:
         """Tidy rows, one measurement a row."""
@@ -216,13 +241,13 @@ def _class_of(name: str, fields: Iterable[str]) -> type[Result]:
     """
     wanted, known = name.rpartition(":")[2], set(fields)
     facade = sys.modules[__name__.partition(".")[0]]
-    for names in ([], facade.__all__):
-        for public in names:
+    for load in (False, True):
+        for public in facade.__all__ if load else ():
             getattr(facade, public)  # imports the room that has it
         found = [
             cls
             for cls in _subclasses(Result)
-            if cls.__name__ == wanted and known <= {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+            if cls.__name__ == wanted and known <= {f.name for f in dataclasses.fields(cls)}
         ]
         if found:
             return found[-1]

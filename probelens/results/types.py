@@ -44,7 +44,9 @@ def fits(value: Any, hint: Any) -> bool:
 
 def said(hint: Any) -> str:
     """A hint in words, for an error message."""
-    words = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(map(said, typing.get_args(hint)))
+    words = {type(None): "None", int: "an integer", float: "a number", bool: "true or false", str: "text"}
     return words.get(
         hint, hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
     )

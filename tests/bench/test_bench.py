@@ -1,4 +1,3 @@
-# ruff: noqa: RUF001 - × is meant
 """`probelens bench`: what it lists, runs, keeps and leaves out."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Write one small file of each kind that probelens saves, and beside each what it holds as plain JSON.
 
-``python make.py FOLDER`` writes them with the installed version. The folder ``saved_by_0_1_0_dev`` was written by the
+Run with the name of a new folder, it writes them with the installed version. The folder ``saved_by_0_1_0_dev`` was written by the
 version before its modules moved into rooms: what was saved then must load in every later version.
 """
 

@@ -143,7 +143,8 @@ def library_results() -> list[str]:
     for module in pkgutil.walk_packages(pl.__path__, "probelens."):
         if not module.name.startswith(("probelens.adapters", "probelens.examples")):
             importlib.import_module(module.name)
-    return sorted({c.__name__ for c in subclasses(Result) if c.__module__.startswith("probelens.")})
+    found = (c for c in subclasses(Result) if c.__module__.startswith("probelens."))
+    return sorted({c.__name__ for c in found if dataclasses.is_dataclass(c)})
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,126 @@
+"""The columns that the rows of ablations share: where, which condition, what it cost, and what a refitted probe reads."""
+
+from __future__ import annotations
+
+from probelens.results.columns import Column
+
+__all__ = ["ABLATION", "CONDITION", "EFFECT", "REFIT", "SCORES", "SITE", "TARGETS", "VERDICT"]
+
+TARGETS = "targets"
+_METRIC = "that of the metric"
+_SHARE = "fraction of 1"
+
+SITE = (
+    Column("site", str, "Hook point."),
+    Column("layer", int, "Place on the layer axis; −1 is the embedding."),
+)
+CONDITION = (
+    Column("label", str, "The variable whose subspace was removed."),
+    Column(
+        "condition",
+        str,
+        '"target" for the subspace asked for; controls: "random" (equal rank), "random_matched" (equal variance removed), '
+        '"pca" (the top principal components).',
+    ),
+    Column("draw", int, "Number of the draw of a control, from 0."),
+    Column("rank", int, "Directions removed."),
+    Column("alpha", float, "Strength: 1 removes the subspace, 0 nothing."),
+)
+SCORES = (
+    Column("chance", float | None, "Best accuracy of a constant answer, averaged over sequences.", _SHARE),
+    Column("value", float, "Mean metric with the ablation.", _METRIC),
+    Column("clean", float, "Mean metric without.", _METRIC),
+    Column("drop", float, "clean − value.", _METRIC),
+    Column("lo", float, "Lower end of the 95 % interval of the drop, over sequences.", _METRIC),
+    Column("hi", float, "Upper end of it.", _METRIC),
+    Column("damage", float | None, "drop/(clean − chance); None where the model is at chance.", _SHARE),
+)
+EFFECT = (
+    Column(
+        "control_overlap",
+        float | None,
+        "Share of the subspace that the matched controls share.",
+        _SHARE,
+        TARGETS,
+    ),
+    Column("control_problem", str | None, "Why there are no matched controls, or None.", on=TARGETS),
+    Column(
+        "effect",
+        float | None,
+        "Damage beyond the mean damage of the controls; without a chance level, in the unit of the metric.",
+        _SHARE,
+        TARGETS,
+    ),
+    Column(
+        "effect_lo", float | None, "Lower end of its 95 % interval, paired over sequences.", _SHARE, TARGETS
+    ),
+    Column("effect_hi", float | None, "Upper end of it.", _SHARE, TARGETS),
+    Column("effect_against", str | None, "The control that the effect is measured from.", on=TARGETS),
+    Column(
+        "effect_p",
+        float | None,
+        "Share of the control's draws that cost as much, the subspace counted among them; None for a metric of your own.",
+        _SHARE,
+        TARGETS,
+    ),
+    Column("damage_random", float | None, "Mean damage of random subspaces of equal rank.", _SHARE, TARGETS),
+    Column(
+        "damage_random_matched",
+        float | None,
+        "Mean damage of random subspaces that remove equal variance.",
+        _SHARE,
+        TARGETS,
+    ),
+    Column("damage_pca", float | None, "Damage of the top principal components.", _SHARE, TARGETS),
+)
+_REFITTED = "targets, with refit"
+REFIT = (
+    Column("probe_accuracy", float, "Accuracy of a linear probe before the ablation.", _SHARE, _REFITTED),
+    Column("refit_accuracy", float, "Accuracy of a linear probe fitted after it.", _SHARE, _REFITTED),
+    Column("refit_gap", float, "probe_accuracy − refit_accuracy.", _SHARE, _REFITTED),
+    Column(
+        "refit_gap_lo",
+        float | None,
+        "Lower end of its 95 % interval, paired over test groups.",
+        _SHARE,
+        _REFITTED,
+    ),
+    Column("refit_gap_hi", float | None, "Upper end of it.", _SHARE, _REFITTED),
+    Column("refit_mlp_accuracy", float | None, "Accuracy of a small MLP fitted after it.", _SHARE, _REFITTED),
+    Column(
+        "refit_position_accuracy",
+        float,
+        "Accuracy of linear probes fitted after it, one at each position.",
+        _SHARE,
+        _REFITTED,
+    ),
+    Column("majority", float, "Accuracy of the most frequent class.", _SHARE, _REFITTED),
+    Column(
+        "position_baseline", float, "Accuracy of the best guess from the position alone.", _SHARE, _REFITTED
+    ),
+    Column("baseline", float, "The larger of the two.", _SHARE, _REFITTED),
+    Column("refit_n_test", int, "Test positions of the probes.", "positions", _REFITTED),
+    Column("readable_before", bool, "Whether any probe reads the label before the ablation.", on=_REFITTED),
+    Column("readable_after", bool, "Whether any probe reads it after.", on=_REFITTED),
+    Column(
+        "probe_position_accuracy",
+        float | None,
+        "As refit_position_accuracy, before the ablation; None where it wasn't needed.",
+        _SHARE,
+        _REFITTED,
+    ),
+    Column(
+        "probe_mlp_accuracy",
+        float | None,
+        "As refit_mlp_accuracy, before the ablation; None where it wasn't needed.",
+        _SHARE,
+        _REFITTED,
+    ),
+)
+VERDICT = Column(
+    "verdict",
+    str,
+    '"floor", "tautological", "inconclusive", "absent", "erased" or "not refitted": see `ablate`.',
+    on=TARGETS,
+)
+ABLATION = (*SITE, *CONDITION, *SCORES, *EFFECT, *REFIT, VERDICT)

@@ -1,0 +1,190 @@
+"""``AblationResult``: what removing a subspace cost at each site, beside its controls and the refitted probe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from probelens.ablation.columns import ABLATION
+from probelens.ablation.controls import CONTROLS
+from probelens.ablation.scoring import COST
+from probelens.results.rows import Rows
+from probelens.results.sentences import (
+    between,
+    count,
+    fixed,
+    hundredths,
+    layers,
+    percent,
+    place,
+    points,
+    valued,
+)
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+__all__ = ["AblationResult", "Costs"]
+
+_EQUAL = {"random": "at equal rank", "random_matched": "at equal variance"}
+_MEANING = {
+    "floor": "the model is near chance without any ablation",
+    "tautological": "the readout reads this site, so erasing there must hurt",
+    "inconclusive": "a refitted probe still reads it",
+    "absent": "no probe read it before either",
+    "erased": "no probe reads it any more",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class AblationResult(Rows):
+    """What ablating a subspace cost at each site, beside its controls and the refitted probe.
+
+    Args:
+        rows: One per site, condition and draw; ``columns`` says what each holds.
+        values: The metric of each example under each row's condition. (row, example)
+        clean: The metric of each example without ablation. (example,)
+        by_position: Mean metric at each position. (row, pos)
+        clean_by_position: The same without ablation. (pos,)
+        label: The variable whose subspace was ablated.
+        target: The label that the model's answer is compared with, or "".
+        metric: Name of the metric.
+        chance: Best accuracy of a constant answer, averaged over sequences, as in ``clean``.
+        path: How the engine ran: "resume", "skip" or "full"; see ``sweep``.
+        refit_by_position: Accuracy of the refitted linear probe at each position. (target, pos)
+        extra: What the caller wants to keep with the result; saved and loaded with it.
+    """
+
+    columns = ABLATION
+
+    rows: list[dict[str, Any]]
+    values: Tensor
+    clean: Tensor
+    by_position: Tensor
+    clean_by_position: Tensor
+    label: str = ""
+    target: str = ""
+    metric: str = "accuracy"
+    chance: float = 0.0
+    path: str = "full"
+    refit_by_position: Tensor | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def targets(self) -> list[dict[str, Any]]:
+        """The rows of the ablated subspaces themselves, without controls."""
+        return [row for row in self.rows if row["condition"] not in CONTROLS]
+
+    def findings(self) -> list[str]:
+        """The costliest site beside its controls, what a refitted probe reads there, and the verdicts.
+
+        Returns:
+            Sentences, one per line.
+        """
+        targets, costs = self.targets(), Costs(self.metric)
+        worst = costs.worst(targets)
+        verdicts: dict[str, list[int]] = {}
+        for row in targets:
+            verdicts.setdefault(row["verdict"], []).append(row["layer"])
+        said = (
+            f"{word} at {layers(at)}" + (f" ({_MEANING[word]})" if word in _MEANING else "")
+            for word, at in verdicts.items()
+        )
+        lines = [
+            f"{self.label!r} removed at {count(len(targets), 'site')}, on {count(len(self.clean), 'sequence')}. "
+            f"{costs.metric(worst)}",
+            f"{costs.most(worst)} at {place(worst)}, rank {worst['rank']}: {costs.cost(worst)}.{_effect(worst)}",
+            costs.controls(r for r in self.rows if r["site"] == worst["site"]),
+            _refit(worst),
+            f"Verdict: {'; '.join(said)}.",
+        ]
+        return [line for line in lines if line]
+
+    def plot(self, title: str | None = None) -> go.Figure:
+        """Drop by layer beside its controls, and the refitted probe below.
+
+        Args:
+            title: Shown above the figure.
+
+        Returns:
+            A figure of two panels.
+        """
+        from probelens.results import plots
+
+        return plots.ablation(
+            self.to_dataframe(), metric=self.metric, percent=self.metric == "accuracy", title=title
+        )
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Says what ablations cost, in the unit of their metric.
+
+    Args:
+        name: Name of the metric.
+    """
+
+    name: str
+
+    @property
+    def sign(self) -> int:
+        """The sign of a drop that hurts."""
+        return COST.get(self.name, 1)
+
+    def say(self, value: float, unit: bool = True) -> str:
+        """A difference of the metric in words."""
+        if self.name == "accuracy":
+            return points(value) if unit else hundredths(value)
+        return valued(value) + (" nats" if unit and self.name == "next_token_loss" else "")
+
+    def metric(self, row: Mapping[str, Any]) -> str:
+        """The metric without ablation, and chance."""
+        say: Callable[[float | None], str] = percent if self.name == "accuracy" else valued
+        chance = "" if row["chance"] is None else f", chance {say(row['chance'])}"
+        return f"Without ablation {self.name.replace('_', ' ')} is {say(row['clean'])}{chance}."
+
+    def worst(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The row of the largest cost."""
+        return max(rows, key=lambda row: self.sign * row["drop"])
+
+    def most(self, row: Mapping[str, Any]) -> str:
+        """How a sentence about the costliest row begins."""
+        return "Costs most" if self.sign * row["drop"] > 0 else "No site costs anything; the largest is"
+
+    def cost(self, row: Mapping[str, Any]) -> str:
+        """The cost of a row with its interval."""
+        low, high = sorted(self.sign * row[end] for end in ("lo", "hi"))
+        return self.say(self.sign * row["drop"]) + between(low, high, lambda v: self.say(v, unit=False))
+
+    def controls(self, rows: Iterable[Mapping[str, Any]]) -> str:
+        """Mean costs of the controls among these rows, as a sentence; "" if there are none."""
+        drops: dict[str, list[float]] = {}
+        for row in rows:
+            drops.setdefault(row["condition"], []).append(self.sign * row["drop"])
+        mean = {kind: sum(drops[kind]) / len(drops[kind]) for kind in CONTROLS if kind in drops}
+        equal = [kind for kind in _EQUAL if kind in mean]
+        said = [f"{self.say(mean[kind], unit=i == 0)} {_EQUAL[kind]}" for i, kind in enumerate(equal)]
+        found = [f"random subspaces cost {' and '.join(said)}"] if said else []
+        found += [f"the top principal components {self.say(mean['pca'], not said)}"] if "pca" in mean else []
+        return f"There {', '.join(found)}." if found else ""
+
+
+def _effect(row: Mapping[str, Any]) -> str:
+    if row.get("effect") is None:
+        return ""
+    over = _EQUAL[row["effect_against"]]
+    p = "" if row["effect_p"] is None else f", p = {row['effect_p']:.2g}"
+    interval = between(row["effect_lo"], row["effect_hi"], fixed)
+    return f" Effect beyond random subspaces {over}: {fixed(row['effect'])}{interval}{p}."
+
+
+def _refit(row: Mapping[str, Any]) -> str:
+    if "refit_accuracy" not in row:
+        return ""
+    mlp = row["refit_mlp_accuracy"]
+    return (
+        f"There a linear probe reads {percent(row['probe_accuracy'])} before, refitted {percent(row['refit_accuracy'])}"
+        f"{'' if mlp is None else f', a refitted MLP {percent(mlp)}'}; baseline {percent(row['baseline'])}."
+    )

@@ -1,0 +1,86 @@
+"""Numbers and lists in words, for sentences that say what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+__all__ = [
+    "between",
+    "count",
+    "hundredths",
+    "layers",
+    "listed",
+    "percent",
+    "place",
+    "points",
+    "share",
+    "valued",
+]
+
+
+def percent(value: float | None) -> str:
+    """A fraction of 1 in per cent: "98.4 %"."""
+    return "unknown" if value is None or value != value else f"{100 * value:.1f} %"
+
+
+def points(value: float | None) -> str:
+    """A difference of fractions in percentage points: "1 point", "69.3 points"."""
+    text = hundredths(value)
+    return text if text == "unknown" else f"{text} point" if text in ("1", "-1") else f"{text} points"
+
+
+def hundredths(value: float | None) -> str:
+    """A fraction times 100, to one digit: "69.3"."""
+    # Adding zero turns −0.0 into 0.0.
+    return "unknown" if value is None or value != value else f"{round(100 * value, 1) + 0.0:g}"
+
+
+def valued(value: float | None) -> str:
+    """A number of any unit, to three digits."""
+    return "unknown" if value is None or value != value else f"{value:.3g}"
+
+
+def fixed(value: float) -> str:
+    """A number with two decimals, zero without a sign."""
+    return f"{round(value, 2) + 0.0:.2f}"
+
+
+def between(low: float | None, high: float | None, say: Callable[[float], str] = valued) -> str:
+    """An interval: " [97.1, 99.2]", or nothing where there is none."""
+    return "" if low is None or high is None or low != low or high != high else f" [{say(low)}, {say(high)}]"
+
+
+def count(n: int, noun: str) -> str:
+    """A count with its noun: "1 site", "3 sites"."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
+def share(part: int, whole: int, noun: str) -> str:
+    """Some of a count: "2 of 5 sites", "all 5 sites", "the one site"."""
+    if part == whole:
+        return f"the one {noun}" if whole == 1 else f"all {count(whole, noun)}"
+    return f"{part} of {count(whole, noun)}"
+
+
+def listed(words: Iterable[object], most: int = 6) -> str:
+    """A list as a sentence has it: "a, b and c"; of long lists the first few and how many more."""
+    found = [str(word) for word in words]
+    if len(found) > most:
+        return f"{', '.join(found[:most])} and {len(found) - most} more"
+    return " and ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
+
+
+def place(row: Mapping[str, Any]) -> str:
+    """Where a row was measured: "layer 3 (blocks.3.hook_resid_post)"."""
+    layer = row.get("layer")
+    return str(row["site"]) if layer is None else f"{layers([layer])} ({row['site']})"
+
+
+def layers(found: Sequence[int | None]) -> str:
+    """Layers in words: "the embedding", "layer 3", "layers 0, 1 and 2"."""
+    numbers = list(dict.fromkeys(layer for layer in found if layer is not None and layer >= 0))
+    said = ["the embedding"] if -1 in found else []
+    if numbers:
+        said.append(f"layer{'s' if len(numbers) > 1 else ''} {listed(numbers, 12)}")
+    return " and ".join(said)

@@ -1,0 +1,251 @@
+"""Results that are tables: declared columns are those of real calls, rows are found, and printing says the finding."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import columns_page
+import pandas as pd
+import pytest
+import torch
+import zoo
+
+import probelens as pl
+from probelens.hooks.verify import VerifyReport
+from probelens.models.evaluation import EvalResult
+from probelens.results.columns import Column
+from probelens.results.result import Result
+from probelens.results.rows import Rows
+from probelens.results.types import fits
+
+LENGTH = 8
+
+
+class Calls:
+    """Real calls of every primitive, with all that adds columns."""
+
+    def __init__(self) -> None:
+        self.task = pl.tasks.Parity(bos=True)
+        config = pl.models.FormalConfig.for_task("gru", self.task, n_layers=3, d_model=8, hidden_size=8)
+        self.model, self.other = (pl.wrap(pl.models.build(config)) for _ in range(2))
+        self.batch = self.task.sample(30, length=LENGTH, seed=1)
+        self.acts = pl.collect(self.model, self.batch, "layers")
+        self.site = self.acts.names[1]
+        self.space = {self.site: pl.subspaces.pca(self.acts[self.site][self.batch.mask], 2)}
+        self.pairs = self.task.pairs(6, length=LENGTH)
+
+    def tables(self) -> Iterator[tuple[type[Result], pd.DataFrame | list[dict[str, Any]]]]:
+        task, model, batch = self.task, self.model, self.batch
+        labels = {"state": batch.labels["state"], "number": torch.rand(batch.tokens.shape)}
+        untrained = pl.collect(self.other, batch, "layers")
+        yield pl.ProbeResult, pl.probe(
+            self.acts, labels, batch.groups, mask=batch.mask, tokens=batch.tokens, untrained=untrained,
+            control_task=True, mdl=True,
+        ).rows  # fmt: skip
+        yield pl.AblationResult, pl.ablate(model, batch, self.space, label="state", controls=2).rows
+        loss = pl.ablate(model, batch, self.space, "next_token_loss", False, 2, label="state")
+        yield pl.AblationResult, loss.rows
+        yield pl.DoseResult, pl.dose_response(model, batch, self.space, label="state", controls=2).rows
+        yield (
+            pl.LengthTransfer,
+            pl.length_transfer(
+                model, task, self.space, (LENGTH, LENGTH + 2), trained_length=LENGTH, n=6, controls=2
+            ).rows,
+        )
+        parts = task.splits({"fit": 40, "held": 30}, length=LENGTH)
+        for method in ("leace", "inlp"):
+            yield pl.ErasureResult, pl.erase(
+                model, parts["fit"], parts["held"], label="state", method=method, sites=[self.site], controls=1
+            ).rows  # fmt: skip
+        yield pl.ComponentResult, pl.ablate_component(model, batch, "resid_post", ("zero", "resample")).rows
+        mamba = pl.wrap(zoo.build("mamba"))
+        tokens = zoo.tokens(4, 6)
+        some = pl.Batch(tokens, {"state": tokens % 2})
+        yield pl.ComponentResult, pl.ablate_convolution(mamba, some, draws=2).rows
+        found = pl.patch(model, self.pairs)
+        yield pl.PatchResult, dataclasses.replace(found, correct=torch.ones(6).bool()).to_dataframe()
+        yield pl.PatchSitesResult, pl.patch_sites(model, self.pairs, correct_only=False, n_boot=20).rows
+        yield VerifyReport, model.verify().rows
+        yield (
+            EvalResult,
+            pl.training.evaluate(model, task, (LENGTH, 24), n=4, trained_length=LENGTH).to_dataframe(),
+        )
+        yield pl.Profile, pl.profile(
+            model, task, length=LENGTH, n_probe=30, n_ablate=20, n_pairs=4, controls=2, untrained=self.other,
+            control_task=True, mdl=True,
+        ).to_dataframe()  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tables() -> dict[type[Result], list[dict[str, Any]]]:
+    """Rows by class, a table's without the holes that pandas fills with NaN."""
+    found: dict[type[Result], list[dict[str, Any]]] = {}
+    for cls, rows in Calls().tables():
+        if isinstance(rows, pd.DataFrame):
+            declared = [c.name for c in cls.columns]
+            assert list(rows.columns) == [name for name in declared if name in rows.columns], cls
+            rows = rows.astype(object).where(rows.notna(), None).to_dict("records")
+        found.setdefault(cls, []).extend(rows)
+    return found
+
+
+CLASSES = columns_page.classes()
+# What the small models above can't show.
+UNSEEN = {
+    pl.Profile: {"r2", "mse", "alpha"},  # a profile's labels are classes
+}
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_rows_of_real_calls_have_exactly_the_declared_columns(cls: type[Result], tables: Any) -> None:
+    declared = {column.name: column for column in cls.columns}
+    assert len(declared) == len(cls.columns), "a column is declared twice"
+    seen: set[str] = set()
+    for row in tables[cls]:
+        assert set(row) <= set(declared)
+        seen |= set(row)
+        everywhere = {name for name, column in declared.items() if not column.on}
+        assert everywhere <= set(row)
+        for name, value in row.items():
+            column = declared[name]
+            assert fits(value, column.type) or (value is None and column.on), (name, value, column)
+    assert set(declared) - seen == UNSEEN.get(cls, set())
+
+
+def test_every_class_of_rows_declares_its_columns() -> None:
+    below = [Rows]
+    for cls in below:
+        below += cls.__subclasses__()
+    library = {cls for cls in below[1:] if cls.__module__.startswith("probelens.")}
+    assert library <= set(CLASSES)
+    assert len(library) == 9
+    for cls in CLASSES:
+        for column in cls.columns:
+            assert f"        {column}" in (cls.__doc__ or "").splitlines(), "the docstring lists each column"
+            assert column.meaning.endswith(".")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Weather(Rows):
+    """Made by hand.
+
+    Args:
+        rows: Days.
+    """
+
+    columns = (Column("day", int, "Day.", "days"), Column("rain", float, "Rain.", "mm"))
+
+    rows: list[dict[str, Any]]
+
+
+def test_a_table_has_declared_columns_in_their_order_then_others_and_no_empty_ones() -> None:
+    rows = [{"wind": 3.0, "day": 1}, {"day": 2, "sun": True}]
+    assert list(Weather(rows).to_dataframe().columns) == ["day", "wind", "sun"]
+    assert list(Weather([{"rain": 1.0, **row} for row in rows]).to_dataframe().columns)[:2] == ["day", "rain"]
+    assert "day (an integer, days): Day." in (Weather.__doc__ or "")
+
+
+def test_a_row_is_found_by_its_values_and_errors_say_what_there_is() -> None:
+    rows = [{"day": 1, "rain": 0.0}, {"day": 2, "rain": 0.0}]
+    assert Weather(rows).find(day=2) is rows[1]
+    with pytest.raises(pl.InputError, match="no column 'dai'. Nearest: .'day'"):
+        Weather(rows).find(dai=1)
+    with pytest.raises(pl.InputError, match=r"no row has day=3. There are day: \[1, 2\]"):
+        Weather(rows).find(day=3)
+    with pytest.raises(
+        pl.InputError, match="2 rows have rain=0.0. Add a column that tells them apart, such as day"
+    ):
+        Weather(rows).find(rain=0.0)
+
+
+def ablation(metric: str = "accuracy", drops: dict[str, float] | None = None) -> pl.AblationResult:
+    """One site whose subspace costs 40 points; random ones cost 1 point at equal rank and 69 at equal variance."""
+    drops = drops or {"target": 0.4, "random": 0.01, "random_matched": 0.69, "pca": 0.2}
+    rows = [
+        {"site": "blocks.3.hook_resid_post", "layer": 3, "label": "state", "condition": kind, "draw": 0, "rank": 2, "alpha": 1.0,
+         "chance": 0.5 if metric == "accuracy" else None, "value": 0.9 - drop, "clean": 0.9, "drop": drop,
+         "lo": drop - 0.02, "hi": drop + 0.03, "damage": drop / 0.4}
+        for kind, drop in drops.items()
+    ]  # fmt: skip
+    rows[0] |= {
+        "effect": -0.725, "effect_lo": -0.8, "effect_hi": -0.7, "effect_against": "random_matched", "effect_p": 1.0,
+        "probe_accuracy": 0.98, "refit_accuracy": 0.95, "refit_mlp_accuracy": None, "baseline": 0.5,
+        "verdict": "inconclusive",
+    }  # fmt: skip
+    empty = torch.zeros(4)
+    return pl.AblationResult(
+        rows, torch.zeros(4, 4), empty, torch.zeros(4, 4), empty, "state", "state", metric
+    )
+
+
+def test_an_ablation_says_what_it_cost_beside_its_controls_and_the_verdict() -> None:
+    assert repr(ablation()).splitlines() == [
+        "AblationResult: 'state' removed at 1 site, on 4 sequences. Without ablation accuracy is 90.0 %, chance 50.0 %.",
+        "Costs most at layer 3 (blocks.3.hook_resid_post), rank 2: 40 points [38, 43]. Effect beyond random subspaces at "
+        "equal variance: -0.72 [-0.80, -0.70], p = 1.",
+        "There random subspaces cost 1 point at equal rank and 69 at equal variance, the top principal components 20.",
+        "There a linear probe reads 98.0 % before, refitted 95.0 %; baseline 50.0 %.",
+        "Verdict: inconclusive at layer 3 (a refitted probe still reads it).",
+    ]
+
+
+def test_a_loss_costs_where_it_rises() -> None:
+    worse = ablation("next_token_loss", {"target": -0.5, "random": -0.1}).findings()[1:3]
+    assert worse[0].startswith(
+        "Costs most at layer 3 (blocks.3.hook_resid_post), rank 2: 0.5 nats [0.47, 0.52]."
+    )
+    assert worse[1] == "There random subspaces cost 0.1 nats at equal rank."
+    better = ablation("next_token_loss", {"target": 0.5})
+    assert better.findings()[1].startswith("No site costs anything; the largest is at layer 3")
+
+
+def test_a_probe_says_where_it_reads_and_how_far_above_its_baselines() -> None:
+    row = {"layer": 0, "label": "state", "seed": 0, "control": "task", "kind": "classification", "lo": 0.5, "hi": 1.0,
+           "n_test": 1200, "majority": 0.25, "last_w": 0.6}  # fmt: skip
+    rows = [{"site": "a", "accuracy": 0.5, **row}, {"site": "b", "accuracy": 0.9, **row}]
+    assert repr(pl.ProbeResult(rows, {}, {}, {}, {}, {}, {})).splitlines() == [
+        "ProbeResult: 'state' probed at 2 sites, 1 seed.",
+        "state: highest accuracy 90.0 % [50, 100] at layer 0 (b), on 1,200 test positions.",
+        "  30 points above the best baseline. Baselines: majority class 25.0 % and last tokens 60.0 %.",
+    ]
+
+
+def patched(correct: bool = True) -> pl.PatchResult:
+    values = torch.tensor([[[-1.0, -1.0], [0.0, 0.0], [1.0, 1.0]]])
+    return pl.PatchResult(
+        values,
+        torch.ones(2),
+        -torch.ones(2),
+        torch.full((2,), correct),
+        ["hook_embed"],
+        [-1],
+        ["0", "1", "2"],
+    )
+
+
+def test_patching_says_where_the_answer_comes_back() -> None:
+    assert repr(patched()).splitlines()[2:] == [
+        "Most is recovered at the embedding (hook_embed), position 2: 1.00 [1.00, 1.00] of the gap.",
+        "Half of the gap or more:",
+        "  the embedding (hook_embed), at 1 and 2",
+    ]
+    assert "No pair is answered correctly by both runs" in repr(patched(correct=False))
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_every_result_of_a_table_says_its_finding(cls: type[Result]) -> None:
+    assert cls.findings is not Result.findings
+    assert cls.__repr__ is Result.__repr__
+
+
+def test_printing_shows_at_most_twelve_lines_and_never_fails() -> None:
+    rows = [{"name": f"point {i}", "ok": False, "problem": "dead"} for i in range(30)]
+    lines = repr(VerifyReport(rows, "Model", 1e-5, [])).splitlines()
+    assert len(lines) == 12
+    assert lines[-1] == "… and 20 lines more in .findings()"
+    assert len(repr(VerifyReport(rows[:11], "Model", 1e-5, [])).splitlines()) == 12
+    # Rows of a caller's own making, without what the sentences are about: its fields, as any other result.
+    for bare in ([], [{"name": "x"}]):
+        assert repr(EvalResult("parity", 40, bare)).startswith("EvalResult(task='parity'")
