@@ -1,8 +1,11 @@
 """Recipes: complete experiments that a reader can run, copy and change; installed as ``probelens.examples``.
 
-A recipe is a module with a dataclass ``Config``, a dict ``PRESETS`` of changes to it, and a function
-``run(config, progress) -> Path`` that writes a run folder (``config.out``) with its ``RunRecord``. With a function
-``report(config, record) -> Path`` it can make the report again from the saved results.
+A recipe is a module with a dataclass ``Config``, a dict ``PRESETS`` of changes to it, and two functions.
+``run(config, progress) -> Path`` runs what the run folder ``config.out`` lacks, writes its ``RunRecord``, rows and report,
+and returns the folder; it raises an InputError for settings that can't be used or a folder that holds another run, and a
+ProbelensError where a cell failed, after reporting the others. ``report(config, record) -> Path`` writes rows and report
+again from saved results and returns the report's path; a StoreError says that no cell is finished. A recipe without
+``report`` can only be run again.
 """
 
 RECIPES: dict[str, str] = {

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import probelens as pl
-from probelens.experiments import RunRecord, Status, Store, cell_key, run_grid, versions
+from probelens.experiments import RunRecord, Status, Store
+from probelens.experiments.recipe import finished_rows, run_recipe, settings_of
 from probelens.experiments.settings import at_least
 
 LABELS = {
@@ -61,7 +62,7 @@ class Config:
 
     def cell(self, arch: str) -> dict[str, Any]:
         """The settings on which one model's results depend."""
-        shared = {k: v for k, v in dataclasses.asdict(self).items() if k not in ("out", "archs", "workers")}
+        shared = settings_of(self, ("out", "archs", "workers"))
         return {"recipe": "quickstart", "name": NAMES.get(arch, arch), "arch": arch, **shared}
 
 
@@ -160,62 +161,23 @@ def tidy(config: Mapping[str, Any], training: Any, behaviour: Any, found: pl.Pro
 
 
 def run(config: Config, progress: bool = True) -> Path:
-    """Run what is missing and write the report.
-
-    Args:
-        config: Settings.
-        progress: Show progress.
-
-    Returns:
-        The run folder.
-
-    Raises:
-        probelens.InputError: An unknown architecture.
-        probelens.ProbelensError: A model could not be trained or measured.
-    """
+    """Run what is missing and write the report."""
     unknown = [arch for arch in config.archs if arch not in NAMES]
     if unknown or not config.archs:
         raise pl.InputError(f"archs={config.archs!r}: allowed are {', '.join(NAMES)}")
-    store = Store(config.out)
     cells = [config.cell(arch) for arch in config.archs]
-    record = RunRecord(
-        "quickstart", dataclasses.asdict(config), [cell_key(cell) for cell in cells], versions()
-    )
-    # Models may be added to a run; everything else makes it another one.
-    record.start(store.folder, free=("out", "archs", "workers"))
-    done = run_grid(run_cell, cells, store, workers=config.workers, progress=progress)
-    if done.failed:
-        told = [
-            f"{text.strip().splitlines()[-1]} ({store.cell(key) / 'error.txt'})"
-            for key, text in done.failed.items()
-        ]
-        text = "\n  ".join([f"{len(told)} of {len(cells)} models failed; the others are kept:", *told])
-        raise pl.ProbelensError(text)
-    return report(config, record).parent
+    # Models may be added to a run; any other change makes it another run.
+    return run_recipe(
+        "quickstart", config, cells, run_cell, lambda record: report(config, record),
+        free=("out", "archs", "workers"), progress=progress,
+    )  # fmt: skip
 
 
 def report(config: Config, record: RunRecord) -> Path:
-    """Write the table and the report again, from saved results alone.
-
-    Args:
-        config: Settings of the run; its ``out`` is the run folder.
-        record: What the run folder says about itself.
-
-    Returns:
-        The report's file.
-
-    Raises:
-        probelens.StoreError: No model of the run is finished, or its results can't be read.
-    """
+    """Write the table and the report again, from saved results alone."""
     from probelens.examples.quickstart_report import write
-    from probelens.results.files import write_rows
 
+    finished_rows(config.out, record.cells)
     store = Store(config.out)
-    finished = [key for key in record.cells if store.done(key)]
-    if not finished:
-        raise pl.StoreError(
-            f"no model in {config.out!r} is finished, so there is nothing to report. Run it first."
-        )
-    write_rows(store.folder / "rows.parquet", store.all_rows(finished))
-    cells = [(store.config(key), store.cell(key)) for key in finished]
-    return write(store, cells, config, record.versions)
+    cells = [(store.config(key), store.cell(key)) for key in record.cells if store.done(key)]
+    return write(store, cells, config, record)

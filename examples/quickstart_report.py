@@ -10,7 +10,8 @@ from typing import Any
 import pandas as pd
 
 import probelens as pl
-from probelens.experiments import Store
+from probelens.experiments import RunRecord, Store
+from probelens.experiments.recipe import about_run
 from probelens.models.evaluation import EvalResult
 from probelens.models.training import TrainResult
 from probelens.results import plots
@@ -48,7 +49,7 @@ def read(config: Mapping[str, Any], folder: Path) -> Cell:
 
 
 def write(
-    store: Store, cells: Sequence[tuple[Mapping[str, Any], Path]], config: Any, versions: Mapping[str, str]
+    store: Store, cells: Sequence[tuple[Mapping[str, Any], Path]], config: Any, record: RunRecord
 ) -> Path:
     """Write ``report.html`` into the run folder."""
     found = [read(about, folder) for about, folder in cells]
@@ -64,12 +65,6 @@ def write(
         _readable(found, config),
         *(_needed(cell, config) for cell in found),
         _sufficient(found, config),
-    ]
-    settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("out", "workers")}
-    changed = [
-        f"--set {k}={','.join(v) if isinstance(v, tuple) else v}"
-        for k, v in settings.items()
-        if v != getattr(type(config)(), k)
     ]
     return write_report(
         store.folder / "report.html",
@@ -87,9 +82,7 @@ def write(
             "Seeds": f"one training run each (seed {config.seed}): intervals are over sequences and say nothing about "
             "how another training run would differ",
         },
-        config=settings,
-        versions=versions,
-        reproduce=[" ".join(["probelens run quickstart", *changed])],
+        **about_run(config, record),
     )
 
 

@@ -16,8 +16,8 @@ from probelens.examples.refit_the_probe.formal.claims import claims
 from probelens.examples.refit_the_probe.formal.figures import FIGURES
 from probelens.examples.refit_the_probe.formal.rows import over_seeds
 from probelens.examples.refit_the_probe.shared.pages import exit_with_message
-from probelens.examples.refit_the_probe.shared.runs import command_of, unfinished
 from probelens.experiments import RunRecord
+from probelens.experiments.recipe import command_of, unfinished
 from probelens.results.report import Claim
 
 LENGTHS = (40, 60, 80, 100, 120)

@@ -24,9 +24,8 @@ import probelens as pl
 from probelens.examples.refit_the_probe.code_depth.readings import Readings, profile
 from probelens.examples.refit_the_probe.shared.corpus import functions, held_out
 from probelens.examples.refit_the_probe.shared.models import device_of, identity, is_mamba, quiet, untrained
-from probelens.examples.refit_the_probe.shared.rows import finished_rows
-from probelens.examples.refit_the_probe.shared.runs import run_cells
 from probelens.experiments import RunRecord, Status
+from probelens.experiments.recipe import finished_rows, run_recipe, settings_of
 from probelens.experiments.settings import at_least
 from probelens.running.collect import collect
 
@@ -81,7 +80,7 @@ class Config:
 
     def cells(self) -> list[dict[str, Any]]:
         """The settings of each cell on which its numbers depend."""
-        shared = {k: v for k, v in dataclasses.asdict(self).items() if k not in FREE}
+        shared = settings_of(self, FREE)
         if self.corpus != "stdlib":
             shared["corpus"] = str(Path(self.corpus).absolute())
         found = []
@@ -185,46 +184,23 @@ def measured(found: pl.ProbeResult, own: Readings, bare: Readings, label: str) -
 
 
 def run(config: Config, progress: bool = True) -> Path:
-    """Run what is missing and write tables, figure and report.
-
-    Args:
-        config: Settings.
-        progress: Show progress.
-
-    Returns:
-        The run folder.
-
-    Raises:
-        probelens.InputError: No model, or a folder that holds another run.
-        probelens.ProbelensError: A cell failed; the others are kept and reported.
-    """
+    """Run what is missing and write tables, figure and report."""
     if not (config.model and config.seeds) or config.every < 1:
         raise pl.InputError("model and seeds must name at least one each, and every must be at least 1")
     free = (*FREE, "every")
-    return run_cells(
+    return run_recipe(
         "paper-code-depth",
         config,
         config.cells(),
         run_cell,
-        free,
-        progress,
         lambda record: report(config, record),
+        free=free,
+        progress=progress,
     )
 
 
 def report(config: Config, record: RunRecord) -> Path:
-    """Write tables, figure and report again, from saved rows alone.
-
-    Args:
-        config: Settings of the run; its ``out`` is the run folder.
-        record: What the run folder says about itself.
-
-    Returns:
-        The report's file.
-
-    Raises:
-        probelens.StoreError: No cell of the run is finished.
-    """
+    """Write tables, figure and report again, from saved rows alone."""
     from probelens.examples.refit_the_probe.code_depth.report import write
 
     return write(finished_rows(config.out), config, record)

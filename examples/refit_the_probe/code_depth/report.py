@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from probelens.examples.refit_the_probe.shared.claims import fits
+from probelens.examples.refit_the_probe.shared.pages import write_claims
 from probelens.examples.refit_the_probe.shared.rows import best, each
-from probelens.examples.refit_the_probe.shared.runs import command_of, unfinished, write_claims
 from probelens.experiments import RunRecord
+from probelens.experiments.recipe import about_run, unfinished
 from probelens.results import plots
 from probelens.results.report import Chart, Claim, Section, Table, write_report
 
@@ -70,16 +70,7 @@ def profiles(rows: pd.DataFrame) -> go.Figure:
 
 
 def write(rows: pd.DataFrame, config: Any, record: RunRecord) -> Path:
-    """Write ``claims.parquet`` and ``report.html``.
-
-    Args:
-        rows: Rows of the finished cells.
-        config: Settings of the run; its ``out`` is the run folder.
-        record: What the run folder says about itself.
-
-    Returns:
-        The report's file.
-    """
+    """Write ``claims.parquet`` and ``report.html`` into the run folder, and return the latter's path."""
     folder = Path(config.out)
     found = claims(rows)
     write_claims(found, folder)
@@ -106,7 +97,5 @@ def write(rows: pd.DataFrame, config: Any, record: RunRecord) -> Path:
             "Models": ", ".join(f"{r.model} ({r.n_params / 1e6:.1f}M)" for r in each(first.drop_duplicates("model"))),
             "Code": f"{first['functions'].iloc[0]} functions of {first['modules'].iloc[0]} modules; a module is on one side of the split",
         },
-        config={k: v for k, v in dataclasses.asdict(config).items() if k not in ("out", "workers")},
-        versions=record.versions,
-        reproduce=[command_of(record.recipe, config)],
+        **about_run(config, record),
     )  # fmt: skip

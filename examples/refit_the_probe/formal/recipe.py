@@ -18,10 +18,9 @@ from typing import Any
 
 import probelens as pl
 from probelens.examples.refit_the_probe.formal.cell import run_cell
-from probelens.examples.refit_the_probe.shared.rows import finished_rows
-from probelens.examples.refit_the_probe.shared.runs import run_cells
 from probelens.examples.refit_the_probe.shared.setup import ARCHS, NAMES, TASKS, TITLES
 from probelens.experiments import RunRecord
+from probelens.experiments.recipe import finished_rows, run_recipe, settings_of
 from probelens.experiments.settings import at_least
 
 __all__ = ["PRESETS", "Config", "report", "run"]
@@ -73,20 +72,8 @@ class Config:
 
     def __post_init__(self) -> None:
         at_least(
-            self,
-            seeds=0,
-            length=2,
-            lengths=1,
-            steps=1,
-            n_probe=5,
-            n_leace=5,
-            n_inlp=5,
-            n_held=2,
-            n_length=1,
-            n_pairs=1,
-            controls=0,
-            workers=1,
-        )
+            self, seeds=0, length=2, lengths=1, steps=1, n_probe=5, n_leace=5, n_inlp=5, n_held=2, n_length=1, n_pairs=1, controls=0, workers=1,
+        )  # fmt: skip
 
     def cells(self) -> list[dict[str, Any]]:
         """The settings of each cell on which its numbers depend."""
@@ -112,11 +99,7 @@ class Config:
             name += f", embedding std {changed['embedding_std']:g}"
         if "convolution" in changed:
             name += ", no convolution"
-        shared = {
-            k: list(v) if isinstance(v, tuple) else v
-            for k, v in dataclasses.asdict(self).items()
-            if k not in FREE
-        }
+        shared = settings_of(self, FREE)
         return {
             "recipe": "paper-formal", "name": f"{name}, seed {seed}", "arch": arch, "task": task, "seed": seed,
             "parts": list(parts), "embedding_std": 0.02, "convolution": True, **shared, **changed,
@@ -135,19 +118,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def run(config: Config, progress: bool = True) -> Path:
-    """Run what is missing and write tables, figures and the report.
-
-    Args:
-        config: Settings.
-        progress: Show progress.
-
-    Returns:
-        The run folder.
-
-    Raises:
-        probelens.InputError: An unknown architecture or task, or a folder that holds another run.
-        probelens.ProbelensError: A cell failed; the others are kept and reported.
-    """
+    """Run what is missing and write tables, figures and the report."""
     for asked, allowed in ((config.archs, ARCHS), (config.tasks, TASKS), (config.retrained, TASKS)):
         unknown = [name for name in asked if name not in allowed]
         if unknown:
@@ -156,30 +127,19 @@ def run(config: Config, progress: bool = True) -> Path:
         raise pl.InputError(f"stds={bad[0]}: a scale of an embedding is above 0")
     if not (config.archs and config.tasks and config.seeds):
         raise pl.InputError("archs, tasks and seeds must name at least one each")
-    return run_cells(
+    return run_recipe(
         "paper-formal",
         config,
         config.cells(),
         run_cell,
-        FREE,
-        progress,
         lambda record: report(config, record),
+        free=FREE,
+        progress=progress,
     )
 
 
 def report(config: Config, record: RunRecord) -> Path:
-    """Write tables, figures and the report again, from saved rows alone.
-
-    Args:
-        config: Settings of the run; its ``out`` is the run folder.
-        record: What the run folder says about itself.
-
-    Returns:
-        The report's file.
-
-    Raises:
-        probelens.StoreError: No cell of the run is finished.
-    """
+    """Write tables, figures and the report again, from saved rows alone."""
     from probelens.examples.refit_the_probe.formal.report import write
 
     return write(finished_rows(config.out), config, record)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,10 @@ import pandas as pd
 from probelens.examples.refit_the_probe.formal.claims import claims
 from probelens.examples.refit_the_probe.formal.figures import FIGURES
 from probelens.examples.refit_the_probe.formal.rows import CELL, main_cells
-from probelens.examples.refit_the_probe.shared.runs import command_of, unfinished, write_claims
+from probelens.examples.refit_the_probe.shared.pages import write_claims
 from probelens.examples.refit_the_probe.shared.setup import TASKS
 from probelens.experiments import RunRecord
+from probelens.experiments.recipe import about_run, unfinished
 from probelens.results.report import Chart, Section, Table, write_report
 
 __all__ = ["write"]
@@ -48,16 +48,7 @@ SECTIONS = (
 
 
 def write(rows: pd.DataFrame, config: Any, record: RunRecord) -> Path:
-    """Write ``claims.parquet`` and ``report.html``.
-
-    Args:
-        rows: Rows of the finished cells.
-        config: Settings of the run; its ``out`` is the run folder.
-        record: What the run folder says about itself.
-
-    Returns:
-        The report's file.
-    """
+    """Write ``claims.parquet`` and ``report.html`` into the run folder, and return the latter's path."""
     folder = Path(config.out)
     found = claims(rows)
     write_claims(found, folder)
@@ -83,9 +74,7 @@ def write(rows: pd.DataFrame, config: Any, record: RunRecord) -> Path:
             "Seeds": f"{rows['train_seed'].nunique()} per cell at most; with one, intervals are over sequences and say "
             "nothing about how another training run would differ",
         },
-        config={k: v for k, v in dataclasses.asdict(config).items() if k not in ("out", "workers")},
-        versions=record.versions,
-        reproduce=[command_of(record.recipe, config)],
+        **about_run(config, record),
     )  # fmt: skip
 
 

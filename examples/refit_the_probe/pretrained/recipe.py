@@ -29,10 +29,9 @@ from probelens.examples.refit_the_probe.shared.models import (
     quiet,
     untrained,
 )
-from probelens.examples.refit_the_probe.shared.rows import finished_rows
-from probelens.examples.refit_the_probe.shared.runs import run_cells
 from probelens.examples.refit_the_probe.shared.setup import LABELS, PROBED, TASKS, TITLES, make_task
 from probelens.experiments import RunRecord, Status
+from probelens.experiments.recipe import finished_rows, run_recipe, settings_of
 from probelens.experiments.settings import at_least
 from probelens.hooks.shorthand import LAYER_AXIS
 from probelens.running.collect import collect
@@ -99,27 +98,12 @@ class Config:
 
     def __post_init__(self) -> None:
         at_least(
-            self,
-            seeds=0,
-            length=2,
-            steps=1,
-            batch_size=1,
-            n_probe=5,
-            n_leace=5,
-            n_inlp=5,
-            n_held=1,
-            n_pairs=1,
-            controls=0,
-            workers=1,
-        )
+            self, seeds=0, length=2, steps=1, batch_size=1, n_probe=5, n_leace=5, n_inlp=5, n_held=1, n_pairs=1, controls=0, workers=1,
+        )  # fmt: skip
 
     def cells(self) -> list[dict[str, Any]]:
         """The settings of each cell on which its numbers depend."""
-        shared = {
-            k: list(v) if isinstance(v, tuple) else v
-            for k, v in dataclasses.asdict(self).items()
-            if k not in FREE
-        }
+        shared = settings_of(self, FREE)
         found = []
         for name, seed, task in itertools.product(self.model, self.seeds, self.tasks):
             # Absolute, since a worker of a cluster starts in another folder.
@@ -227,48 +211,25 @@ def training(config: Mapping[str, Any]) -> pl.training.TrainConfig:
 
 
 def run(config: Config, progress: bool = True) -> Path:
-    """Run what is missing and write tables, figures and the report.
-
-    Args:
-        config: Settings.
-        progress: Show progress.
-
-    Returns:
-        The run folder.
-
-    Raises:
-        probelens.InputError: An unknown task, or a folder that holds another run.
-        probelens.ProbelensError: A cell failed; the others are kept and reported.
-    """
+    """Run what is missing and write tables, figures and the report."""
     unknown = [name for name in config.tasks if name not in TASKS]
     if unknown:
         raise pl.InputError(f"unknown {', '.join(map(repr, unknown))}: allowed are {', '.join(TASKS)}")
     if not (config.model and config.tasks and config.seeds):
         raise pl.InputError("model, tasks and seeds must name at least one each")
-    return run_cells(
+    return run_recipe(
         "paper-pretrained",
         config,
         config.cells(),
         run_cell,
-        FREE,
-        progress,
         lambda record: report(config, record),
+        free=FREE,
+        progress=progress,
     )
 
 
 def report(config: Config, record: RunRecord) -> Path:
-    """Write tables, figures and the report again, from saved rows alone.
-
-    Args:
-        config: Settings of the run; its ``out`` is the run folder.
-        record: What the run folder says about itself.
-
-    Returns:
-        The report's file.
-
-    Raises:
-        probelens.StoreError: No cell of the run is finished.
-    """
+    """Write tables, figures and the report again, from saved rows alone."""
     from probelens.examples.refit_the_probe.pretrained.report import write
 
     return write(finished_rows(config.out), config, record)

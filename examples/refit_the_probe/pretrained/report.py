@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,11 @@ from probelens.examples.refit_the_probe.shared.claims import (
     refit_claim,
     with_known,
 )
+from probelens.examples.refit_the_probe.shared.pages import write_claims
 from probelens.examples.refit_the_probe.shared.rows import best, each, learned_only
-from probelens.examples.refit_the_probe.shared.runs import command_of, unfinished, write_claims
 from probelens.examples.refit_the_probe.shared.setup import LABELS, TITLES, WHAT
 from probelens.experiments import RunRecord
+from probelens.experiments.recipe import about_run, unfinished
 from probelens.results import plots
 from probelens.results.report import Chart, Claim, Section, Table, write_report
 
@@ -282,16 +282,7 @@ def figures(rows: pd.DataFrame) -> list[Chart]:
 
 
 def write(rows: pd.DataFrame, config: Any, record: RunRecord) -> Path:
-    """Write ``claims.parquet`` and ``report.html``.
-
-    Args:
-        rows: Rows of the finished cells.
-        config: Settings of the run; its ``out`` is the run folder.
-        record: What the run folder says about itself.
-
-    Returns:
-        The report's file.
-    """
+    """Write ``claims.parquet`` and ``report.html`` into the run folder, and return the latter's path."""
     folder = Path(config.out)
     found = claims(rows)
     write_claims(found, folder)
@@ -319,7 +310,5 @@ def write(rows: pd.DataFrame, config: Any, record: RunRecord) -> Path:
             "Cells": f"{', '.join(dict.fromkeys(rows['model']))} on {', '.join(TITLES[t] for t in dict.fromkeys(rows['task']))}",
             "Seeds": f"{seeds}; with one, intervals are over sequences and say nothing about another fine-tuning",
         },
-        config={k: v for k, v in dataclasses.asdict(config).items() if k not in ("out", "workers")},
-        versions=record.versions,
-        reproduce=[command_of(record.recipe, config)],
+        **about_run(config, record),
     )  # fmt: skip

@@ -27,9 +27,8 @@ import probelens as pl
 from probelens.examples.refit_the_probe.pretraining.text import NextToken, make_tokenizer
 from probelens.examples.refit_the_probe.shared.corpus import functions, held_out
 from probelens.examples.refit_the_probe.shared.models import device_of, mixed, quiet
-from probelens.examples.refit_the_probe.shared.rows import finished_rows
-from probelens.examples.refit_the_probe.shared.runs import run_cells
 from probelens.experiments import RunRecord, Status, Store
+from probelens.experiments.recipe import about_run, finished_rows, run_recipe, settings_of
 from probelens.experiments.settings import at_least
 
 __all__ = ["PRESETS", "Config", "report", "run"]
@@ -81,21 +80,12 @@ class Config:
 
     def __post_init__(self) -> None:
         at_least(
-            self,
-            functions=1,
-            seed=0,
-            vocab=1,
-            n_layers=1,
-            d_model=1,
-            length=2,
-            batch_size=1,
-            steps=1,
-            workers=1,
-        )
+            self, functions=1, seed=0, vocab=1, n_layers=1, d_model=1, length=2, batch_size=1, steps=1, workers=1,
+        )  # fmt: skip
 
     def cell(self, arch: str) -> dict[str, Any]:
         """The settings on which one model depends."""
-        shared = {k: v for k, v in dataclasses.asdict(self).items() if k not in FREE}
+        shared = settings_of(self, FREE)
         return {"recipe": "paper-pretrain", "name": NAMES[arch], "arch": arch, **shared}
 
 
@@ -187,19 +177,7 @@ def predicted(
 
 
 def run(config: Config, progress: bool = True) -> Path:
-    """Pretrain what is missing, and put each model into ``models/NAME``.
-
-    Args:
-        config: Settings.
-        progress: Show progress.
-
-    Returns:
-        The run folder.
-
-    Raises:
-        probelens.InputError: An unknown architecture, or a folder that holds another run.
-        probelens.ProbelensError: A model could not be trained.
-    """
+    """Pretrain what is missing, and put each model into ``models/NAME``."""
     unknown = [arch for arch in config.archs if arch not in NAMES]
     if unknown or not config.archs:
         raise pl.InputError(f"archs={config.archs!r}: allowed are {', '.join(NAMES)}")
@@ -212,7 +190,7 @@ def run(config: Config, progress: bool = True) -> Path:
                 _publish(store.cell(key) / "model", store.folder / "models" / arch)
         report(config, record)
 
-    return run_cells("paper-pretrain", config, cells, run_cell, FREE, progress, finish)
+    return run_recipe("paper-pretrain", config, cells, run_cell, finish, free=FREE, progress=progress)
 
 
 def _publish(source: Path, target: Path) -> None:
@@ -226,18 +204,7 @@ def _publish(source: Path, target: Path) -> None:
 
 
 def report(config: Config, record: RunRecord) -> Path:
-    """Write the table and the report again, from saved rows alone.
-
-    Args:
-        config: Settings of the run; its ``out`` is the run folder.
-        record: What the run folder says about itself.
-
-    Returns:
-        The report's file.
-
-    Raises:
-        probelens.StoreError: No model of the run is finished.
-    """
+    """Write the table and the report again, from saved rows alone."""
     from probelens.results.plots import training_curve
     from probelens.results.report import Chart, Section, Table, write_report
 
@@ -264,7 +231,5 @@ def report(config: Config, record: RunRecord) -> Path:
                 tables=[Table("On modules that were kept out", table, name="held-out", open=True)],
             )
         ],
-        config={k: v for k, v in dataclasses.asdict(config).items() if k not in ("out", "workers")},
-        versions=record.versions,
-        reproduce=["probelens run paper-pretrain"],
+        **about_run(config, record),
     )

@@ -1,4 +1,4 @@
-"""What a run becomes on a page of the documentation: tables between marks, figures as SVG."""
+"""What a run becomes beside its report: claims as a file, tables between the marks of a page, figures as SVG."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import probelens as pl
-from probelens.results.files import atomic_path
+from probelens.results.files import atomic_path, write_rows
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from probelens.results.report import Claim
 
-__all__ = ["claims_table", "exit_with_message", "fill", "write_pictures"]
+__all__ = ["claims_table", "exit_with_message", "fill", "write_claims", "write_pictures"]
 
 
 def write_pictures(figures: Mapping[str, go.Figure | None], folder: Path) -> None:
@@ -64,3 +64,11 @@ def fill(page: str, tables: Mapping[str, str]) -> str:
             head, rest = page.split(first, 1)
             page = f"{head}{first}\n\n{table}\n{last}{rest.split(last, 1)[1]}"
     return page
+
+
+def write_claims(claims: Sequence[Claim], folder: Path) -> None:
+    """Write ``claims.parquet``; ``agrees`` is True, False or None, the rest is text."""
+    import pandas as pd
+
+    rows = [{**{k: str(v) for k, v in vars(claim).items()}, "agrees": claim.agrees} for claim in claims]
+    write_rows(folder / "claims.parquet", pd.DataFrame(rows).astype({"agrees": "boolean"}))

@@ -9,15 +9,13 @@ from typing import Any
 import pandas as pd
 
 import probelens as pl
-from probelens.experiments import Store
-from probelens.results.files import read_rows, write_rows
+from probelens.results.files import read_rows
 
 __all__ = [
     "LEARNED",
     "MEASURED",
     "best",
     "each",
-    "finished_rows",
     "learned_only",
     "merged",
     "of_learned",
@@ -69,20 +67,6 @@ def of_learned(answers: pd.DataFrame) -> pd.DataFrame:
         kept = part[part["train_seed"].isin(seeds)] if len(seeds) else part
         made.append(kept.assign(n_seeds=part["train_seed"].nunique(), n_learned=len(seeds)))
     return pd.concat(made) if made else answers.assign(n_seeds=0, n_learned=0)
-
-
-def finished_rows(out: str) -> pd.DataFrame:
-    """The rows of a run folder's finished cells, also written to ``rows.parquet``.
-
-    Raises:
-        probelens.StoreError: No cell is finished.
-    """
-    store = Store(out)
-    if not store.keys():
-        raise pl.StoreError(f"no model in {out!r} is finished, so there is nothing to report. Run it first.")
-    rows = store.all_rows()
-    write_rows(store.folder / "rows.parquet", rows)
-    return rows
 
 
 def merged(paths: Sequence[Path], by: Sequence[str]) -> pd.DataFrame:
