@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from probelens.errors import InputError, ShapeError
-from probelens.hooks.config import Call, ModelConfig, StopForward
-from probelens.hooks.forwards import execution_device, swapped_forward
-from probelens.hooks.points import HookPoint, Site, pick, put
+from probelens.hooks.config import Call, ModelConfig, StopForward, tokenized
+from probelens.hooks.forwards import called_with, execution_device, passed_over, stopped_before
+from probelens.hooks.points import HookPoint, Site, pick
 from probelens.hooks.switchboard import Switchboard, Tap, attach_to_module
 
 if TYPE_CHECKING:
@@ -302,12 +301,7 @@ class Adapter:
         Returns:
             The device, for weights that accelerate offloaded the one on which they will run; or None.
         """
-        module = self.module.get_submodule(path)
-        found = next(module.parameters(), None)
-        if found is None:
-            return None
-        offloaded = execution_device(module) if found.device.type == "meta" else None
-        return offloaded or found.device
+        return _device_of(self.module.get_submodule(path))
 
     def blocks_with(self, path: str) -> list[int]:
         """The blocks that a module is, or lies in.
@@ -366,26 +360,7 @@ class Adapter:
         Raises:
             InputError: No tokenizer, no such token, or texts without tokens.
         """
-        tokenizer = self.need_tokenizer()
-        rows = [list(tokenizer(t, add_special_tokens=prepend_bos is None)["input_ids"]) for t in texts]
-        if prepend_bos:
-            if tokenizer.bos_token_id is None:
-                raise InputError("prepend_bos=True, but the tokenizer has no beginning-of-sequence token")
-            rows = [[tokenizer.bos_token_id, *row] for row in rows]
-        width = max((len(row) for row in rows), default=0)
-        if not width:
-            raise InputError(f"the text {texts!r} gives no tokens")
-        device = self.device()
-        if all(len(row) == width for row in rows):
-            return torch.tensor(rows, device=device), None
-        pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-        left = getattr(tokenizer, "padding_side", "right") == "left"
-        tokens, mask = [], []
-        for row in rows:
-            gap = width - len(row)
-            tokens.append([pad] * gap + row if left else row + [pad] * gap)
-            mask.append([0] * gap + [1] * len(row) if left else [1] * len(row) + [0] * gap)
-        return torch.tensor(tokens, device=device), torch.tensor(mask, device=device)
+        return tokenized(self.need_tokenizer(), texts, prepend_bos, self.device())
 
     def call(self, tokens: Tensor, mask: Tensor | None, extra: dict[str, Any]) -> Call:
         """Arguments for a run on tokens (or on whatever tensor the module takes).
@@ -468,26 +443,7 @@ class Adapter:
         Raises:
             InputError: The input wasn't tokens, or the mask leaves none, so there is nothing to predict.
         """
-        tokens = call.tokens
-        if tokens is None or logits.ndim != 3 or tokens.shape[1] < 2:
-            raise InputError(
-                'return_type="loss" needs tokens (batch, pos) with at least two positions and logits '
-                f"(batch, pos, d_vocab); the logits have shape {tuple(logits.shape)}. "
-                'Use return_type="logits" and compute a loss of your own.'
-            )
-        answers = tokens[:, 1:].to(logits.device)
-        losses = nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1).float(), answers.flatten(), reduction="none"
-        )
-        shape = answers.shape
-        if call.mask is None:
-            return losses.view(shape) if per_token else losses.mean()
-        weight = (call.mask[:, 1:] * call.mask[:, :-1]).flatten().to(losses)
-        if not per_token and not bool(weight.any()):
-            raise InputError(
-                "the attention mask leaves no two neighbouring tokens, so there is nothing to predict"
-            )
-        return (losses * weight).view(shape) if per_token else (losses * weight).sum() / weight.sum()
+        return call.loss(logits, per_token)
 
     # -- starting and stopping at a block --------------------------------------------------------
 
@@ -546,21 +502,8 @@ class Adapter:
         Yields:
             Nothing; a forward inside the block raises ``StopForward``, which carries the residual.
         """
-        path = self.blocks[layer] if layer < len(self.blocks) else self.after_blocks()
-        thread = threading.get_ident()
-
-        def stop(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if threading.get_ident() == thread:
-                values = args if args else tuple(kwargs.values())
-                raise StopForward(pick(values, None, f"residual entering block {layer}"))
-
-        handle = self.module.get_submodule(path).register_forward_pre_hook(
-            stop, with_kwargs=True, prepend=True
-        )
-        try:
+        with stopped_before(self._block_or_readout(layer), f"residual entering block {layer}"):
             yield
-        finally:
-            handle.remove()
 
     @contextlib.contextmanager
     def starting_at(self, layer: int, resid: Tensor) -> Iterator[None]:
@@ -573,36 +516,15 @@ class Adapter:
         Yields:
             Nothing; the forward is the module's own again afterwards.
         """
-        thread = threading.get_ident()
-        outputs = self._outputs_of_block() if layer else 0
-
-        def feed(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if threading.get_ident() != thread:
-                return None
-            if args:
-                return put(args, None, resid), kwargs
-            return args, put(kwargs, None, resid)
-
-        def passing(native: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                if threading.get_ident() != thread:
-                    return native(*args, **kwargs)
-                values = args if args else tuple(kwargs.values())
-                hidden = pick(values, None, "residual")
-                return (hidden, *[None] * (outputs - 1)) if outputs else hidden
-
-            return forward
-
-        path = self.blocks[layer] if layer < len(self.blocks) else self.after_blocks()
-        resid = resid.to(self.device_of(path) or resid.device)
-        with contextlib.ExitStack() as stack:
-            for skipped in self.blocks[:layer]:
-                block = self.module.get_submodule(skipped)
-                stack.enter_context(swapped_forward(block, passing(block.forward), False))
-            module = self.module.get_submodule(path)
-            handle = module.register_forward_pre_hook(feed, with_kwargs=True, prepend=True)
-            stack.callback(handle.remove)
+        module = self._block_or_readout(layer)
+        skipped = [self.module.get_submodule(path) for path in self.blocks[:layer]]
+        resid = resid.to(_device_of(module) or resid.device)
+        with passed_over(skipped, self._outputs_of_block() if layer else 0), called_with(module, resid):
             yield
+
+    def _block_or_readout(self, layer: int) -> nn.Module:
+        path = self.blocks[layer] if layer < len(self.blocks) else self.after_blocks()
+        return self.module.get_submodule(path)
 
     def _outputs_of_block(self) -> int:
         # Blocks return a tensor (0 here) or a tuple of some length, depending on the class and on the
@@ -625,3 +547,11 @@ class Adapter:
                 raise ShapeError(f"block {self.blocks[0]!r} wasn't called by the model's forward")
             self._block_outputs = seen[0]
         return self._block_outputs
+
+
+def _device_of(module: nn.Module) -> torch.device | None:
+    found = next(module.parameters(), None)
+    if found is None:
+        return None
+    offloaded = execution_device(module) if found.device.type == "meta" else None
+    return offloaded or found.device

@@ -1,4 +1,4 @@
-"""Sizes of a wrapped model, and one call of the user's module."""
+"""Sizes of a wrapped model, and one call of the user's module: its arguments, tokens, mask and loss."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["Call", "ModelConfig", "StopForward"]
+from probelens.errors import InputError
+
+__all__ = ["Call", "ModelConfig", "StopForward", "tokenized"]
 
 
 @dataclass
@@ -69,6 +71,40 @@ class Call:
     tokens: Tensor | None = None
     mask: Tensor | None = None
 
+    def loss(self, logits: Tensor, per_token: bool = False) -> Tensor:
+        """Next-token cross-entropy in nats, padding left out.
+
+        Args:
+            logits: (batch, pos, d_vocab)
+            per_token: Every prediction by itself, 0 at padding.
+
+        Returns:
+            The mean (), or (batch, pos − 1).
+
+        Raises:
+            InputError: The input wasn't tokens, or the mask leaves none, so there is nothing to predict.
+        """
+        tokens = self.tokens
+        if tokens is None or logits.ndim != 3 or tokens.shape[1] < 2:
+            raise InputError(
+                'return_type="loss" needs tokens (batch, pos) with at least two positions and logits '
+                f"(batch, pos, d_vocab); the logits have shape {tuple(logits.shape)}. "
+                'Use return_type="logits" and compute a loss of your own.'
+            )
+        answers = tokens[:, 1:].to(logits.device)
+        losses = nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), answers.flatten(), reduction="none"
+        )
+        shape = answers.shape
+        if self.mask is None:
+            return losses.view(shape) if per_token else losses.mean()
+        weight = (self.mask[:, 1:] * self.mask[:, :-1]).flatten().to(losses)
+        if not per_token and not bool(weight.any()):
+            raise InputError(
+                "the attention mask leaves no two neighbouring tokens, so there is nothing to predict"
+            )
+        return (losses * weight).view(shape) if per_token else (losses * weight).sum() / weight.sum()
+
 
 class StopForward(BaseException):
     """Ends a forward pass early; carries the residual. Never leaves ``HookedModel``.
@@ -80,3 +116,40 @@ class StopForward(BaseException):
     def __init__(self, resid: Tensor) -> None:
         super().__init__("forward pass stopped on purpose")
         self.resid = resid
+
+
+def tokenized(
+    tokenizer: Any, texts: list[str], prepend_bos: bool | None, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Token ids of texts, padded to the longest on the tokenizer's side.
+
+    Args:
+        tokenizer: Called as tokenizers of transformers are.
+        texts: Strings.
+        prepend_bos: Put the beginning-of-sequence token in front; None for the tokenizer's habit.
+        device: Where the ids go.
+
+    Returns:
+        Ids (batch, pos), and 1 for real tokens (batch, pos) where padding was needed, None otherwise.
+
+    Raises:
+        InputError: The tokenizer has no such token, or the texts give no tokens.
+    """
+    rows = [list(tokenizer(t, add_special_tokens=prepend_bos is None)["input_ids"]) for t in texts]
+    if prepend_bos:
+        if tokenizer.bos_token_id is None:
+            raise InputError("prepend_bos=True, but the tokenizer has no beginning-of-sequence token")
+        rows = [[tokenizer.bos_token_id, *row] for row in rows]
+    width = max((len(row) for row in rows), default=0)
+    if not width:
+        raise InputError(f"the text {texts!r} gives no tokens")
+    if all(len(row) == width for row in rows):
+        return torch.tensor(rows, device=device), None
+    pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    left = getattr(tokenizer, "padding_side", "right") == "left"
+    tokens, mask = [], []
+    for row in rows:
+        gap = width - len(row)
+        tokens.append([pad] * gap + row if left else row + [pad] * gap)
+        mask.append([0] * gap + [1] * len(row) if left else [1] * len(row) + [0] * gap)
+    return torch.tensor(tokens, device=device), torch.tensor(mask, device=device)

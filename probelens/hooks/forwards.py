@@ -12,17 +12,19 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from probelens.errors import InputError
+from probelens.hooks.config import StopForward
+from probelens.hooks.points import pick, put
 
 __all__ = [
-    "eager", "execution_device", "hold", "hooked_by_hand", "is_swapped", "need_data", "refuse_replaced_forward", "release",
-    "replaced_forward", "stored", "swapped_forward", "with_weights",
+    "called_with", "eager", "execution_device", "hold", "hooked_by_hand", "is_swapped", "need_data", "passed_over",
+    "refuse_replaced_forward", "release", "replaced_forward", "stopped_before", "stored", "swapped_forward", "with_weights",
 ]  # fmt: skip
 
 # Forwards that stand in for a module's own, to tell them from a user's.
@@ -213,6 +215,86 @@ def need_data(name: str, weight: Tensor) -> Tensor:
             "Load the model without device_map, or with one that keeps this part on a device."
         )
     return weight
+
+
+# -- a part of a model -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def stopped_before(module: nn.Module, what: str) -> Iterator[None]:
+    """End a forward pass of this thread where ``module`` would begin.
+
+    Args:
+        module: The first module that doesn't run.
+        what: Name of its first tensor, for an error message.
+
+    Yields:
+        Nothing; the forward raises ``StopForward``, which carries the first tensor that the module is called with.
+    """
+    thread = threading.get_ident()
+
+    def stop(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if threading.get_ident() == thread:
+            raise StopForward(pick(args if args else tuple(kwargs.values()), None, what))
+
+    handle = module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def called_with(module: nn.Module, tensor: Tensor) -> Iterator[None]:
+    """Put ``tensor`` in place of the first tensor that this thread calls ``module`` with.
+
+    Args:
+        module: The module.
+        tensor: Its new input, of the shape of the old one.
+
+    Yields:
+        Nothing.
+    """
+    thread = threading.get_ident()
+
+    def feed(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return None
+        return (put(args, None, tensor), kwargs) if args else (args, put(kwargs, None, tensor))
+
+    handle = module.register_forward_pre_hook(feed, with_kwargs=True, prepend=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def passed_over(blocks: Iterable[nn.Module], outputs: int) -> Iterator[None]:
+    """Let blocks give back the first tensor they are called with, instead of running, in this thread.
+
+    Args:
+        blocks: The modules.
+        outputs: Length of the tuple that a block returns; 0 where it returns a tensor.
+
+    Yields:
+        Nothing.
+    """
+    thread = threading.get_ident()
+
+    def passing(native: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return native(*args, **kwargs)
+            hidden = pick(args if args else tuple(kwargs.values()), None, "residual")
+            return (hidden, *[None] * (outputs - 1)) if outputs else hidden
+
+        return forward
+
+    with contextlib.ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(swapped_forward(block, passing(block.forward), False))
+        yield
 
 
 # -- without compiled code ---------------------------------------------------------------------------
