@@ -217,7 +217,6 @@ class TransformerLens(Adapter):
 
     def tokenize(self, texts: list[str], prepend_bos: bool | None) -> tuple[Tensor, Tensor | None]:
         # TransformerLens puts BOS in front by default.
-        self.need_tokenizer()
         tokens = self.module.to_tokens(texts, prepend_bos=prepend_bos)  # type: ignore[operator]
         rows = [self.module.to_tokens(t, prepend_bos=prepend_bos).shape[1] for t in texts]  # type: ignore[operator]
         width = tokens.shape[1]

@@ -136,3 +136,66 @@ def metric_note(metric: Callable[..., Any], arguments: str) -> str:
     """
     name = getattr(metric, "__qualname__", None) or type(metric).__qualname__
     return f"Raised by the metric {name}, which was called as metric({arguments})."
+
+
+# What TransformerLens has and a wrapped model or a cache hasn't.
+_WEIGHTS = {
+    "W_E", "W_pos", "W_E_pos", "W_U", "b_U", "W_Q", "W_K", "W_V", "W_O", "W_in", "W_out", "W_gate", "b_Q", "b_K",
+    "b_V", "b_O", "b_in", "b_out", "QK", "OV", "blocks", "embed", "pos_embed", "ln_final", "unembed",
+    "tokens_to_residual_directions", "accumulated_bias", "all_composition_scores", "fold_layer_norm",
+    "process_weights", "enable_compatibility_mode", "set_use_attn_result", "set_use_split_qkv_input",
+    "set_use_attn_in", "set_use_hook_mlp_in", "tl_parameters", "stack_params_for",
+}  # fmt: skip
+_ELSEWHERE = {
+    "generate": "call model.module.generate(...), inside `with model.hooks(...)` if hooks should act on it",
+    "state_dict": "it is model.module.state_dict()",
+    "named_parameters": "it is model.module.named_parameters()",
+    "mod_dict": "the points are in model.hook_dict, the modules in model.module.named_modules()",
+}
+_CACHE_WEIGHTS = {
+    "compute_head_results", "stack_head_results", "get_neuron_results", "stack_neuron_results", "logit_attrs",
+    "logit_lens", "apply_ln_to_stack", "get_full_resid_decomposition", "compute_ssm_state",
+    "compute_ssm_effective_attention",
+}  # fmt: skip
+# What is about one part of a block, and whether a model has such a part.
+_PARTS: dict[str, tuple[str, Callable[[Any], int]]] = {
+    **dict.fromkeys(
+        (
+            "compute_head_results", "stack_head_results", "W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O", "QK",
+            "OV", "all_composition_scores", "set_use_attn_result", "set_use_split_qkv_input", "set_use_attn_in",
+        ), ("attention heads", lambda cfg: cfg.n_heads),
+    ),
+    **dict.fromkeys(
+        ("get_neuron_results", "stack_neuron_results", "W_in", "W_out", "W_gate", "b_in", "b_out", "set_use_hook_mlp_in"),
+        ("MLP", lambda cfg: cfg.d_mlp),
+    ),
+}  # fmt: skip
+
+
+class _ElsewhereError(InputError, AttributeError):
+    """An attribute that is not here, with the way to it. hasattr() stays False."""
+
+
+def elsewhere(owner: str, name: str, model: Any = None) -> AttributeError:
+    """The error for an attribute that TransformerLens has and ``owner`` doesn't.
+
+    Args:
+        owner: "HookedModel" or "ActivationCache".
+        name: The attribute.
+        model: The model, to say what its architecture has no part for.
+
+    Returns:
+        The error, to raise.
+    """
+    if name in _PARTS and model is not None and not _PARTS[name][1](model.adapter.cfg):
+        part = _PARTS[name][0]
+        return _ElsewhereError(f"{owner} has no {name!r}: this {type(model.module).__name__} has no {part}")
+    if owner == "HookedModel" and name in _ELSEWHERE:
+        return _ElsewhereError(f"HookedModel has no {name!r}: {_ELSEWHERE[name]}")
+    if name in (_WEIGHTS if owner == "HookedModel" else _CACHE_WEIGHTS):
+        return _ElsewhereError(
+            f"{owner} has no {name!r}: it needs the weights in TransformerLens' own layout, and a wrapped model keeps "
+            "them as they are (model.module). Build a TransformerBridge of a copy of the model for that part: "
+            "transformer_lens.model_bridge.sources.build_bridge_from_module"
+        )
+    return AttributeError(f"{owner!r} object has no attribute {name!r}")

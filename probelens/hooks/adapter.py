@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,6 @@ from probelens.hooks.config import Call, ModelConfig, StopForward, tokenized
 from probelens.hooks.forwards import called_with, execution_device, passed_over, stopped_before
 from probelens.hooks.points import HookPoint, Site, pick
 from probelens.hooks.switchboard import Switchboard, Tap, attach_to_module
-
-if TYPE_CHECKING:
-    from probelens.hooks.model import HookedModel
 
 __all__ = ["Adapter"]
 
@@ -331,22 +328,6 @@ class Adapter:
                 self._accepted.add("**")
         return keyword in self._accepted
 
-    def need_tokenizer(self) -> Any:
-        """The tokenizer.
-
-        Returns:
-            ``tokenizer``.
-
-        Raises:
-            InputError: There is none.
-        """
-        if self.tokenizer is None:
-            raise InputError(
-                f"text given, but this {type(self.module).__name__} has no tokenizer. "
-                "Give tokens (batch, pos), or pl.wrap(module, tokenizer=...)"
-            )
-        return self.tokenizer
-
     def tokenize(self, texts: list[str], prepend_bos: bool | None) -> tuple[Tensor, Tensor | None]:
         """Token ids of texts, padded to the longest.
 
@@ -358,9 +339,9 @@ class Adapter:
             Ids (batch, pos), and 1 for real tokens (batch, pos) where padding was needed, None otherwise.
 
         Raises:
-            InputError: No tokenizer, no such token, or texts without tokens.
+            InputError: The tokenizer has no such token, or the texts give no tokens.
         """
-        return tokenized(self.need_tokenizer(), texts, prepend_bos, self.device())
+        return tokenized(self.tokenizer, texts, prepend_bos, self.device())
 
     def call(self, tokens: Tensor, mask: Tensor | None, extra: dict[str, Any]) -> Call:
         """Arguments for a run on tokens (or on whatever tensor the module takes).
@@ -460,7 +441,7 @@ class Adapter:
         """
         return False
 
-    def resumer(self, model: HookedModel) -> object | None:
+    def resumer(self, model: Any) -> object | None:
         """What begins a sweep's runs in the middle of a sequence, or None if they can't.
 
         Args:

@@ -142,7 +142,7 @@ def tokenized(
         rows = [[tokenizer.bos_token_id, *row] for row in rows]
     width = max((len(row) for row in rows), default=0)
     if not width:
-        raise InputError(f"the text {texts!r} gives no tokens")
+        raise InputError(f"the text {texts[0] if len(texts) == 1 else texts!r} gives no tokens")
     if all(len(row) == width for row in rows):
         return torch.tensor(rows, device=device), None
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)

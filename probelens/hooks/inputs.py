@@ -1,4 +1,4 @@
-"""What goes into a model: tokens, text, or keywords, checked and put on the right device."""
+"""Inputs of a model: tokens, text or keywords, checked and made into a call on the right device."""
 
 from __future__ import annotations
 
@@ -6,164 +6,143 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
-from probelens.hooks.adapter import Adapter
 from probelens.hooks.config import Call
 from probelens.hooks.padding import positions_for_padding
+from probelens.hooks.protocol import Wrapped
 
-__all__ = ["ModelInputs", "described"]
+__all__ = ["described", "need_tokenizer", "prepared", "tokens_of"]
 
 
-class ModelInputs:
-    """The part of a HookedModel that turns what a user gives into a call of the module.
+def prepared(model: Wrapped, inputs: Any, mask: Any, start: int | None, extra: dict[str, Any]) -> Call:
+    """The call of the module that inputs ask for.
 
     Args:
-        module: The user's module.
-        adapter: What the architecture says about itself.
+        model: The wrapped model.
+        inputs: Tokens (batch, pos), text, keywords, or the residual that enters block ``start``.
+        mask: 1 for real tokens, 0 for padding; None for no padding. (batch, pos)
+        start: First block that runs; None for all.
+        extra: Keywords for the module's forward, and ``prepend_bos``.
+
+    Returns:
+        A call on the model's device.
+
+    Raises:
+        InputError: A token outside the vocabulary, text without a tokenizer, or inputs of another kind.
+        ShapeError: Tokens that aren't (batch, pos), or a residual that isn't (batch, pos, d_model).
     """
-
-    def __init__(self, module: nn.Module, adapter: Adapter) -> None:
-        self.module = module
-        self.adapter = adapter
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer, or None."""
-        return self.adapter.tokenizer
-
-    def to_tokens(self, input: str | list[str], prepend_bos: bool | None = None) -> Tensor:
-        """Token ids of text, padded to the longest.
-
-        Args:
-            input: One string or several.
-            prepend_bos: Put the beginning-of-sequence token in front; None for the tokenizer's habit.
-
-        Returns:
-            Ids, int64. (batch, pos)
-
-        Raises:
-            InputError: The model has no tokenizer.
-        """
-        return self._tokenize(input, prepend_bos)[0]
-
-    def to_string(self, tokens: Tensor) -> str | list[str]:
-        """Text of token ids: one string for (pos,), a list for (batch, pos).
-
-        Args:
-            tokens: Token ids. (pos,) or (batch, pos)
-
-        Returns:
-            One string, or one a row.
-        """
-        tokens = torch.as_tensor(tokens)
-        decode = self.adapter.need_tokenizer().decode
-        if tokens.ndim <= 1:
-            return str(decode(tokens.reshape(-1).tolist()))
-        return [str(decode(row.tolist())) for row in tokens]
-
-    def to_str_tokens(self, input: str | Tensor, prepend_bos: bool | None = None) -> list[str]:
-        """The text of each token of one string or one row of ids.
-
-        Args:
-            input: One string, or ids. (pos,)
-            prepend_bos: As for ``to_tokens``; of strings only.
-
-        Returns:
-            One string a token.
-        """
-        tokens = self.to_tokens(input, prepend_bos)[0] if isinstance(input, str) else torch.as_tensor(input)
-        return [str(self.to_string(t.reshape(1))) for t in tokens.reshape(-1)]
-
-    def to_single_token(self, string: str) -> int:
-        """The id of a string that is one token.
-
-        Args:
-            string: Text, with the space in front of it if it has one.
-
-        Returns:
-            The token id.
-
-        Raises:
-            InputError: The string is several tokens, or the model has no tokenizer.
-        """
-        ids = self.to_tokens(string, prepend_bos=False)[0].tolist()
-        if len(ids) != 1:
-            raise InputError(
-                f"{string!r} is {len(ids)} tokens ({self.to_str_tokens(string, False)}), not one"
+    adapter = model.adapter
+    device = adapter.device()
+    bos, extra = extra.get("prepend_bos"), {k: v for k, v in extra.items() if k != "prepend_bos"}
+    if mask is not None:
+        mask = torch.as_tensor(mask).to(device)
+    if start is not None:
+        if not isinstance(inputs, Tensor) or not inputs.is_floating_point() or inputs.ndim != 3:
+            raise ShapeError(
+                f"start_at_layer={start} needs the residual entering that block, (batch, pos, d_model), "
+                f"got {described(inputs)}"
             )
-        return int(ids[0])
-
-    def _tokenize(self, text: str | Sequence[str], prepend_bos: bool | None) -> tuple[Tensor, Tensor | None]:
-        return self.adapter.tokenize([text] if isinstance(text, str) else list(text), prepend_bos)
-
-    def _call(self, inputs: Any, mask: Tensor | None, start: int | None, extra: dict[str, Any]) -> Call:
-        device = self.adapter.device()
-        bos = extra.pop("prepend_bos", None)
+        return adapter.resid_call(inputs.to(device), mask, positions_for_padding(model, mask, extra))
+    if isinstance(inputs, str) or (
+        isinstance(inputs, (list, tuple)) and len(inputs) > 0 and all(isinstance(t, str) for t in inputs)
+    ):
+        tokens, made = tokens_of(model, inputs, bos)
+        mask = made if mask is None else mask
+        return adapter.call(tokens, mask, positions_for_padding(model, mask, extra))
+    if isinstance(inputs, Mapping):
+        kwargs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+        mask = mask if mask is not None else kwargs.get("attention_mask")
         if mask is not None:
-            mask = torch.as_tensor(mask).to(device)
-        if start is not None:
-            if not isinstance(inputs, Tensor) or not inputs.is_floating_point() or inputs.ndim != 3:
-                raise ShapeError(
-                    f"start_at_layer={start} needs the residual entering that block, (batch, pos, d_model), "
-                    f"got {described(inputs)}"
-                )
-            return self.adapter.resid_call(inputs.to(device), mask, positions_for_padding(self, mask, extra))
-        if isinstance(inputs, str) or (
-            isinstance(inputs, (list, tuple)) and len(inputs) > 0 and all(isinstance(t, str) for t in inputs)
-        ):
-            tokens, made = self._tokenize(inputs, bos)
-            mask = made if mask is None else mask
-            return self.adapter.call(tokens, mask, positions_for_padding(self, mask, extra))
-        if isinstance(inputs, Mapping):
-            kwargs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
-            mask = mask if mask is not None else kwargs.get("attention_mask")
-            if mask is not None:
-                kwargs["attention_mask"] = mask
-            ids = kwargs.get("input_ids")
-            self._check_tokens(ids)
-            return Call((), positions_for_padding(self, mask, {**kwargs, **extra}), ids, mask)
-        if isinstance(inputs, (list, tuple)):
-            if not len(inputs):
-                raise ShapeError(f"tokens must be (batch, pos) and not empty, got {inputs!r}")
-            try:
-                inputs = torch.tensor(inputs)
-            except (ValueError, TypeError, RuntimeError) as err:
-                raise InputError(
-                    f"inputs must be tokens, text or a mapping of keywords, got {inputs!r}"
-                ) from err
-        if isinstance(inputs, Tensor):
-            if not inputs.is_floating_point() and inputs.ndim == 1:
-                inputs = inputs[None]
-            self._check_tokens(inputs)
-            return self.adapter.call(inputs.to(device), mask, positions_for_padding(self, mask, extra))
-        return self.adapter.call(inputs, mask, extra)
+            kwargs["attention_mask"] = mask
+        ids = kwargs.get("input_ids")
+        _check_tokens(model, ids)
+        return Call((), positions_for_padding(model, mask, {**kwargs, **extra}), ids, mask)
+    if isinstance(inputs, (list, tuple)):
+        if not len(inputs):
+            raise ShapeError(f"tokens must be (batch, pos) and not empty, got {inputs!r}")
+        try:
+            inputs = torch.tensor(inputs)
+        except (ValueError, TypeError, RuntimeError) as err:
+            raise InputError(f"inputs must be tokens, text or a mapping of keywords, got {inputs!r}") from err
+    if isinstance(inputs, Tensor):
+        if not inputs.is_floating_point() and inputs.ndim == 1:
+            inputs = inputs[None]
+        _check_tokens(model, inputs)
+        return adapter.call(inputs.to(device), mask, positions_for_padding(model, mask, extra))
+    return adapter.call(inputs, mask, extra)
 
-    def _check_tokens(self, tokens: Any) -> None:
-        vocab = self.adapter.cfg.d_vocab
-        if not isinstance(tokens, Tensor) or not vocab:
-            return
-        if tokens.is_floating_point():
-            if tokens.ndim == 2:
-                raise InputError(
-                    f"tokens are integers (batch, pos), got {described(tokens)}. Use tokens.long()."
-                )
-            return
-        if tokens.dtype == torch.bool:
-            raise InputError(f"tokens are integers (batch, pos), got {described(tokens)}: a mask?")
-        if tokens.numel() == 0 or tokens.ndim != 2:
-            raise ShapeError(f"tokens must be (batch, pos) and not empty, got shape {tuple(tokens.shape)}")
-        low, high = (int(x) for x in torch.aminmax(tokens))
-        if low < 0 or high >= vocab:
-            bad = low if low < 0 else high
-            raise InputError(
-                f"token id {bad} is outside the vocabulary: this {type(self.module).__name__} takes ids 0 to {vocab - 1}"
-            )
+
+def need_tokenizer(model: Wrapped) -> Any:
+    """The model's tokenizer.
+
+    Args:
+        model: The wrapped model.
+
+    Returns:
+        ``model.tokenizer``.
+
+    Raises:
+        InputError: There is none.
+    """
+    if model.tokenizer is None:
+        raise InputError(
+            f"text given, but this {type(model.module).__name__} has no tokenizer. "
+            "Give tokens (batch, pos), or pl.wrap(module, tokenizer=...)"
+        )
+    return model.tokenizer
+
+
+def tokens_of(
+    model: Wrapped, text: str | Sequence[str], prepend_bos: bool | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Token ids of text, padded to the longest.
+
+    Args:
+        model: The wrapped model.
+        text: One string or several.
+        prepend_bos: Put the beginning-of-sequence token in front; None for the tokenizer's habit.
+
+    Returns:
+        Ids (batch, pos), and 1 for real tokens (batch, pos) where padding was needed, None otherwise.
+
+    Raises:
+        InputError: The model has no tokenizer, or the text gives no tokens.
+    """
+    need_tokenizer(model)
+    return model.adapter.tokenize([text] if isinstance(text, str) else list(text), prepend_bos)
+
+
+def _check_tokens(model: Wrapped, tokens: Any) -> None:
+    vocab = model.adapter.cfg.d_vocab
+    if not isinstance(tokens, Tensor) or not vocab:
+        return
+    if tokens.is_floating_point():
+        if tokens.ndim == 2:
+            raise InputError(f"tokens are integers (batch, pos), got {described(tokens)}. Use tokens.long().")
+        return
+    if tokens.dtype == torch.bool:
+        raise InputError(f"tokens are integers (batch, pos), got {described(tokens)}: a mask?")
+    if tokens.numel() == 0 or tokens.ndim != 2:
+        raise ShapeError(f"tokens must be (batch, pos) and not empty, got shape {tuple(tokens.shape)}")
+    low, high = (int(x) for x in torch.aminmax(tokens))
+    if low < 0 or high >= vocab:
+        bad = low if low < 0 else high
+        raise InputError(
+            f"token id {bad} is outside the vocabulary: this {type(model.module).__name__} takes ids 0 to {vocab - 1}"
+        )
 
 
 def described(value: Any) -> str:
-    """A value in words, for an error message."""
+    """A value in words, for an error message.
+
+    Args:
+        value: Anything.
+
+    Returns:
+        Its shape and dtype, or its type.
+    """
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
     return f"a {type(value).__name__}"

@@ -1,89 +1,97 @@
-"""The rest of what TransformerLens code calls on a model: small methods over those of HookedModel."""
+"""TransformerLens' methods of a HookedModel: what code written for TransformerLens calls beside runs, hooks and caches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator
+from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from probelens.errors import InputError
-from probelens.hooks.config import Call, ModelConfig
-from probelens.hooks.inputs import ModelInputs
+from probelens.errors import InputError, elsewhere
+from probelens.hooks.adapter import Adapter
+from probelens.hooks.cache import Slice, recorders
+from probelens.hooks.config import Call
+from probelens.hooks.inputs import need_tokenizer, tokens_of
 from probelens.hooks.names import Points
-from probelens.hooks.points import Direction, HookFn
+from probelens.hooks.points import Direction, HookFn, HookPoint
 from probelens.hooks.shorthand import Names
+from probelens.hooks.switchboard import Entry, Switchboard
 
-__all__ = ["LensMethods", "explained"]
-
-_WEIGHTS = {
-    "W_E", "W_pos", "W_E_pos", "W_U", "b_U", "W_Q", "W_K", "W_V", "W_O", "W_in", "W_out", "W_gate", "b_Q", "b_K",
-    "b_V", "b_O", "b_in", "b_out", "QK", "OV", "blocks", "embed", "pos_embed", "ln_final", "unembed",
-    "tokens_to_residual_directions", "accumulated_bias", "all_composition_scores", "fold_layer_norm",
-    "process_weights", "enable_compatibility_mode", "set_use_attn_result", "set_use_split_qkv_input",
-    "set_use_attn_in", "set_use_hook_mlp_in", "tl_parameters", "stack_params_for",
-}  # fmt: skip
-_ELSEWHERE = {
-    "generate": "call model.module.generate(...), inside `with model.hooks(...)` if hooks should act on it",
-    "state_dict": "it is model.module.state_dict()",
-    "named_parameters": "it is model.module.named_parameters()",
-    "mod_dict": "the points are in model.hook_dict, the modules in model.module.named_modules()",
-}
-_CACHE_WEIGHTS = {
-    "compute_head_results", "stack_head_results", "get_neuron_results", "stack_neuron_results", "logit_attrs",
-    "logit_lens", "apply_ln_to_stack", "get_full_resid_decomposition", "compute_ssm_state",
-    "compute_ssm_effective_attention",
-}  # fmt: skip
-# What is about one part of a block, and whether a model has such a part.
-_PARTS: dict[str, tuple[str, Callable[[ModelConfig], int]]] = {
-    **dict.fromkeys(
-        (
-            "compute_head_results", "stack_head_results", "W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O", "QK",
-            "OV", "all_composition_scores", "set_use_attn_result", "set_use_split_qkv_input", "set_use_attn_in",
-        ), ("attention heads", lambda cfg: cfg.n_heads),
-    ),
-    **dict.fromkeys(
-        ("get_neuron_results", "stack_neuron_results", "W_in", "W_out", "W_gate", "b_in", "b_out", "set_use_hook_mlp_in"),
-        ("MLP", lambda cfg: cfg.d_mlp),
-    ),
-}  # fmt: skip
+__all__ = ["TransformerLensMethods"]
 
 
-class _Elsewhere(InputError, AttributeError):
-    """An attribute that is not here, with the way to it. hasattr() stays False."""
+class TransformerLensMethods:
+    """The part of a HookedModel that TransformerLens' habits ask for, over what the rest of it holds."""
 
-
-def explained(owner: str, name: str, model: Any = None) -> AttributeError:
-    """The error for an attribute that TransformerLens has and ``owner`` doesn't.
-
-    Args:
-        owner: "HookedModel" or "ActivationCache".
-        name: The attribute.
-        model: The model, to say what its architecture has no part for.
-    """
-    if name in _PARTS and model is not None and not _PARTS[name][1](model.cfg):
-        part = _PARTS[name][0]
-        return _Elsewhere(f"{owner} has no {name!r}: this {type(model.module).__name__} has no {part}")
-    if owner == "HookedModel" and name in _ELSEWHERE:
-        return _Elsewhere(f"HookedModel has no {name!r}: {_ELSEWHERE[name]}")
-    if name in (_WEIGHTS if owner == "HookedModel" else _CACHE_WEIGHTS):
-        return _Elsewhere(
-            f"{owner} has no {name!r}: it needs the weights in TransformerLens' own layout, and a wrapped model keeps "
-            "them as they are (model.module). Build a TransformerBridge of a copy of the model for that part: "
-            "transformer_lens.model_bridge.sources.build_bridge_from_module"
-        )
-    return AttributeError(f"{owner!r} object has no attribute {name!r}")
-
-
-class LensMethods(ModelInputs):
-    """The part of a HookedModel that is there for code written for TransformerLens."""
-
+    module: nn.Module
+    adapter: Adapter
     points: Points
+    switchboard: Switchboard
+    _added: list[Entry]
 
     def __getattr__(self, name: str) -> Any:
         # Not while the model is being made: without its adapter there is no cfg to ask.
-        raise explained("HookedModel", name, self if "adapter" in self.__dict__ else None)
+        raise elsewhere("HookedModel", name, self if "adapter" in self.__dict__ else None)
+
+    @property
+    def hook_dict(self) -> dict[str, HookPoint]:
+        """Every advertised hook point by full name, in the order of the forward pass."""
+        return dict(self.points.named)
+
+    # -- hooks that stay ------------------------------------------------------------
+
+    def add_hook(self, name: Names, hook: HookFn, dir: Direction = "fwd", is_permanent: bool = False) -> None:
+        """A hook that stays until ``reset_hooks``, for every thread.
+
+        Args:
+            name: As for ``run_with_cache``.
+            hook: fn(tensor, hook) returning a tensor, or None for no change.
+            dir: "fwd" or "bwd".
+            is_permanent: Stay also through ``reset_hooks()``.
+
+        Raises:
+            UnknownHookError: No such point.
+            InputError: An unknown ``dir``.
+        """
+        if dir not in ("fwd", "bwd"):
+            raise InputError(f"dir={dir!r} is not known. Allowed: 'fwd', 'bwd'")
+        entries = self._entries([(name, hook)], dir, everywhere=True, permanent=is_permanent)
+        self.switchboard.add(entries)
+        self._added += entries
+
+    def reset_hooks(
+        self, clear_contexts: bool = True, direction: Literal["fwd", "bwd", "both"] = "both",
+        including_permanent: bool = False, name: Names = None,
+    ) -> None:  # fmt: skip
+        """Remove the hooks of ``add_hook``.
+
+        Args:
+            clear_contexts: Empty every hook point's ``ctx``.
+            direction: "fwd", "bwd" or "both".
+            including_permanent: Also those added with ``is_permanent=True``.
+            name: Only those at these hook points, named as for ``run_with_cache``; None for all.
+
+        Raises:
+            InputError: An unknown direction.
+            UnknownHookError: A name that fits no hook point.
+        """
+        if direction not in ("fwd", "bwd", "both"):
+            raise InputError(f"direction={direction!r} is not known. Allowed: 'fwd', 'bwd', 'both'")
+        where = None if name is None else {point.name for point in self.points.match(name)[0]}
+        gone = [
+            e for e in self._added
+            if direction in ("both", e.dir) and (including_permanent or not e.permanent)
+            and (where is None or e.point.name in where)
+        ]  # fmt: skip
+        self.switchboard.remove(gone)
+        self._added = [e for e in self._added if e not in gone]
+        if clear_contexts:
+            self.clear_contexts()
+
+    def has_hooks(self) -> bool:
+        """Whether hooks are in place that a call from this thread would reach."""
+        return any(self.switchboard.listeners(name) for name in self.switchboard.entries)
 
     def add_perma_hook(self, name: Names, hook: HookFn, dir: Direction = "fwd") -> None:
         """``add_hook`` with ``is_permanent=True``.
@@ -135,23 +143,98 @@ class LensMethods(ModelInputs):
             self.add_hook(name, fn, "bwd")
         return cache
 
-    def loss_fn(
-        self, logits: Tensor, tokens: Tensor, attention_mask: Tensor | None = None, per_token: bool = False
-    ) -> Tensor:
-        """Next-token cross-entropy in nats.
+    def get_caching_hooks(
+        self, names_filter: Names = None, incl_bwd: bool = False,
+        device: torch.device | str | None = None, remove_batch_dim: bool = False,
+        cache: dict[str, Any] | None = None, pos_slice: Slice = None,
+    ) -> tuple[dict[str, Any], list[tuple[str, HookFn]], list[tuple[str, HookFn]]]:  # fmt: skip
+        """A dict and the hooks that fill it, for use with ``hooks`` and ``run_with_hooks``.
 
         Args:
-            logits: (batch, pos, d_vocab)
-            tokens: (batch, pos)
-            attention_mask: 1 for real tokens; padding is left out. (batch, pos)
-            per_token: The loss of each prediction instead of their mean.
+            names_filter: As for ``run_with_cache``.
+            incl_bwd: Keep gradients too, as ``name + "_grad"``.
+            device: Where the copies go; None leaves them where they are.
+            remove_batch_dim: Remove the batch axis, which must have size 1.
+            cache: The dict to fill; None for a new one.
+            pos_slice: Positions to keep: int, slice, list or (start, stop).
 
         Returns:
-            () or, per token, (batch, pos − 1) with zeros at padding.
+            The dict (name to activation), forward hooks, backward hooks. A state point's value is
+            a list with one tensor (batch, ...) a step.
         """
-        tokens = tokens.to(logits.device)
-        mask = None if attention_mask is None else torch.as_tensor(attention_mask).to(logits.device)
-        return self.adapter.loss(logits, Call((), {}, tokens, mask), per_token)
+        cache = {} if cache is None else cache
+        points = self._wanted(names_filter, None, None)
+        _, fwd, bwd = recorders(points, incl_bwd, device, None, pos_slice, cache, remove_batch_dim)
+        return cache, [(e.point.name, e.fn) for e in fwd], [(e.point.name, e.fn) for e in bwd]
+
+    # -- text ------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer, or None."""
+        return self.adapter.tokenizer
+
+    def to_tokens(self, input: str | list[str], prepend_bos: bool | None = None) -> Tensor:
+        """Token ids of text, padded to the longest.
+
+        Args:
+            input: One string or several.
+            prepend_bos: Put the beginning-of-sequence token in front; None for the tokenizer's habit.
+
+        Returns:
+            Ids, int64. (batch, pos)
+
+        Raises:
+            InputError: The model has no tokenizer.
+        """
+        return tokens_of(self, input, prepend_bos)[0]
+
+    def to_string(self, tokens: Tensor) -> str | list[str]:
+        """Text of token ids: one string for (pos,), a list for (batch, pos).
+
+        Args:
+            tokens: Token ids. (pos,) or (batch, pos)
+
+        Returns:
+            One string, or one a row.
+        """
+        tokens = torch.as_tensor(tokens)
+        decode = need_tokenizer(self).decode
+        if tokens.ndim <= 1:
+            return str(decode(tokens.reshape(-1).tolist()))
+        return [str(decode(row.tolist())) for row in tokens]
+
+    def to_str_tokens(self, input: str | Tensor, prepend_bos: bool | None = None) -> list[str]:
+        """The text of each token of one string or one row of ids.
+
+        Args:
+            input: One string, or ids. (pos,)
+            prepend_bos: As for ``to_tokens``; of strings only.
+
+        Returns:
+            One string a token.
+        """
+        tokens = self.to_tokens(input, prepend_bos)[0] if isinstance(input, str) else torch.as_tensor(input)
+        return [str(self.to_string(t.reshape(1))) for t in tokens.reshape(-1)]
+
+    def to_single_token(self, string: str) -> int:
+        """The id of a string that is one token.
+
+        Args:
+            string: Text, with the space in front of it if it has one.
+
+        Returns:
+            The token id.
+
+        Raises:
+            InputError: The string is several tokens, or the model has no tokenizer.
+        """
+        ids = self.to_tokens(string, prepend_bos=False)[0].tolist()
+        if len(ids) != 1:
+            raise InputError(
+                f"{string!r} is {len(ids)} tokens ({self.to_str_tokens(string, False)}), not one"
+            )
+        return int(ids[0])
 
     def to_single_str_token(self, int_token: int) -> str:
         """The text of one token id.
@@ -195,23 +278,71 @@ class LensMethods(ModelInputs):
             )
         return int(found[0 if mode == "first" else -1])
 
-    if TYPE_CHECKING:
+    # -- what TransformerLens' models do as modules ----------------------------------------
 
-        def add_hook(
-            self,
-            name: Names,
-            hook: HookFn,
-            dir: Direction = "fwd",
-            is_permanent: bool = False,
-        ) -> None: ...
+    def loss_fn(
+        self, logits: Tensor, tokens: Tensor, attention_mask: Tensor | None = None, per_token: bool = False
+    ) -> Tensor:
+        """Next-token cross-entropy in nats.
 
-        def reset_hooks(
-            self, clear_contexts: bool = True, direction: Literal["fwd", "bwd", "both"] = "both",
-            including_permanent: bool = False,
-        ) -> None: ...  # fmt: skip
+        Args:
+            logits: (batch, pos, d_vocab)
+            tokens: (batch, pos)
+            attention_mask: 1 for real tokens; padding is left out. (batch, pos)
+            per_token: The loss of each prediction instead of their mean.
 
-        def get_caching_hooks(
-            self, names_filter: Names = None, incl_bwd: bool = False,
-            device: torch.device | str | None = None, remove_batch_dim: bool = False,
-            cache: dict[str, Any] | None = None,
-        ) -> tuple[dict[str, Any], Iterable[Any], Iterable[Any]]: ...  # fmt: skip
+        Returns:
+            () or, per token, (batch, pos − 1) with zeros at padding.
+        """
+        tokens = tokens.to(logits.device)
+        mask = None if attention_mask is None else torch.as_tensor(attention_mask).to(logits.device)
+        return self.adapter.loss(logits, Call((), {}, tokens, mask), per_token)
+
+    def eval(self) -> Self:
+        """Put the module in eval mode."""
+        self.module.eval()
+        return self
+
+    def train(self, mode: bool = True) -> Self:
+        """Put the module in training mode.
+
+        Args:
+            mode: False for eval mode.
+
+        Returns:
+            This model.
+        """
+        self.module.train(mode)
+        return self
+
+    def to(self, *args: Any, **kw: Any) -> Self:
+        """Move the module, as ``torch.nn.Module.to``.
+
+        Args:
+            args: Device, dtype, or both.
+            kw: The same by name.
+
+        Returns:
+            This model.
+        """
+        self.module.to(*args, **kw)
+        return self
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The module's parameters.
+
+        Args:
+            recurse: Also those of submodules.
+
+        Yields:
+            Each parameter once.
+        """
+        return self.module.parameters(recurse)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of the module's parameters.
+
+        Args:
+            set_to_none: None instead of zeros.
+        """
+        self.module.zero_grad(set_to_none)

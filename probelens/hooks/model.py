@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from probelens.errors import InputError, UnknownHookError
+from probelens.errors import HookNotFiredError, InputError, UnknownHookError
 from probelens.hooks.adapter import Adapter
-from probelens.hooks.cache import ActivationCache, Slice
-from probelens.hooks.config import ModelConfig, StopForward
+from probelens.hooks.cache import ActivationCache, Slice, recorders, without_batch
+from probelens.hooks.config import Call, ModelConfig, StopForward
 from probelens.hooks.forwards import eager
-from probelens.hooks.inputs import described
-from probelens.hooks.lens import LensMethods
+from probelens.hooks.inputs import described, prepared
+from probelens.hooks.lens import TransformerLensMethods
 from probelens.hooks.names import Points
 from probelens.hooks.points import Direction, HookFn, HookPoint
-from probelens.hooks.recording import recorders, without_batch
 from probelens.hooks.shorthand import Names
 from probelens.hooks.switchboard import Entry, Switchboard, check_fired
 from probelens.hooks.trials import can_start_at
@@ -36,7 +35,7 @@ HookSpec = tuple[Names, HookFn]
 ReturnType = Literal["logits", "loss", "both"] | None
 
 
-class HookedModel(LensMethods):
+class HookedModel(TransformerLensMethods):
     """A model with hook points, made by ``probelens.wrap`` or ``probelens.load``.
 
     The user's module stays what it is: same class, same state dict, same results. PyTorch hooks
@@ -48,9 +47,10 @@ class HookedModel(LensMethods):
     """
 
     def __init__(self, module: nn.Module, adapter: Adapter) -> None:
-        super().__init__(module, adapter)
+        self.module = module
+        self.adapter = adapter
         self.points = Points(adapter, weakref.ref(self))
-        self._switchboard = Switchboard(module, adapter)
+        self.switchboard = self._switchboard = Switchboard(module, adapter)
         self._added: list[Entry] = []
         self._chained: dict[int, bool] = {}
 
@@ -69,11 +69,6 @@ class HookedModel(LensMethods):
         cfg.device = self.adapter.device()
         cfg.dtype = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), cfg.dtype)
         return cfg
-
-    @property
-    def hook_dict(self) -> dict[str, HookPoint]:
-        """Every advertised hook point by full name, in the order of the forward pass."""
-        return dict(self.points.named)
 
     def hook_points(self, names: Names = None) -> pd.DataFrame:
         """A table of the hook points: name, kind, axes, module, aliases, note.
@@ -107,15 +102,10 @@ class HookedModel(LensMethods):
     # -- running ------------------------------------------------------------------------------------
 
     def __call__(
-        self,
-        inputs: Any,
-        return_type: ReturnType = "logits",
-        stop_at_layer: int | None = None,
-        start_at_layer: int | None = None,
-        attention_mask: Tensor | None = None,
-        loss_per_token: bool = False,
-        **kw: Any,
-    ) -> Any:
+        self, inputs: Any, return_type: ReturnType = "logits", stop_at_layer: int | None = None,
+        start_at_layer: int | None = None, attention_mask: Tensor | None = None,
+        loss_per_token: bool = False, **kw: Any,
+    ) -> Any:  # fmt: skip
         """Run the model.
 
         Args:
@@ -137,53 +127,101 @@ class HookedModel(LensMethods):
             UnknownHookError: A layer out of range.
             HookNotFiredError: A hook of ``add_hook`` that this run should have reached.
         """
-        start, stop = (
-            self._layer(start_at_layer, "start_at_layer"),
-            self._layer(stop_at_layer, "stop_at_layer"),
-        )
+        start = self._layer(start_at_layer, "start_at_layer")
+        stop = self._layer(stop_at_layer, "stop_at_layer")
         if start and not self.can_start_at(start):
             raise InputError(
                 f"start_at_layer={start}: in this {type(self.module).__name__} the residual entering block {start} is "
                 "not all that the rest depends on (something goes around the blocks), so a run from there would be "
                 "wrong. Run from the tokens."
             )
-        added = [e for e in self._added if e.here() and self._reached(e.point, start, stop)]
-        before = [e.fired + e.attached for e in added]
-        out = self._forward(inputs, return_type, start, stop, attention_mask, kw, loss_per_token)
-        silent = [e for e, count in zip(added, before, strict=True) if e.fired + e.attached == count]
-        if silent:
-            check_fired([_unfired(e) for e in silent])
-        return out
-
-    def _forward(
-        self, inputs: Any, return_type: ReturnType, start: int | None, stop: int | None,
-        mask: Tensor | None, extra: dict[str, Any], per_token: bool = False,
-    ) -> Any:  # fmt: skip
         if return_type not in ("logits", "loss", "both", None):
             raise InputError(
                 f"return_type {return_type!r} is not known. Allowed: 'logits', 'loss', 'both', None"
             )
-        call = self._call(inputs, mask, start, dict(extra))
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(eager())
-            stack.enter_context(self._switchboard.instrumented(self.adapter.required_paths()))
-            if stop is not None:
-                stack.enter_context(self.adapter.stopping_at(stop))
-            if start is not None:
-                with self._switchboard.muted():
-                    starting = self.adapter.starting_at(start, inputs.to(self.adapter.device()))
-                    stack.enter_context(starting)
-            try:
-                raw = self.adapter.run(call)
-            except StopForward as stopped:
-                return stopped.resid
-        if return_type is None:
-            return None
-        logits = self.adapter.output(raw)
+        added = [e for e in self._added if e.here() and self.points.within(e.point, start, stop)]
+        before = [e.fired + e.attached for e in added]
+        call = self.prepare(inputs, attention_mask, start, kw)
+        out = self.run(call, start=start, stop=stop, resid=None if start is None else inputs)
+        silent = [e for e, count in zip(added, before, strict=True) if e.fired + e.attached == count]
+        check_fired([Entry(e.point, e.fn, e.dir) for e in silent])
+        if stop is not None or return_type is None:
+            return None if stop is None else out
+        logits = self.adapter.output(out)
         if return_type == "logits":
             return logits
-        loss = self.adapter.loss(logits, call, per_token)
+        loss = self.adapter.loss(logits, call, loss_per_token)
         return loss if return_type == "loss" else (logits, loss)
+
+    def prepare(
+        self, inputs: Any, mask: Tensor | None = None, start: int | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Call:  # fmt: skip
+        """The call of the module that inputs ask for.
+
+        Args:
+            inputs: As for calling the model.
+            mask: 1 for real tokens, 0 for padding. (batch, pos)
+            start: Block whose residual the inputs are; None for the model's own inputs.
+            extra: Keywords for the module's forward.
+
+        Returns:
+            A call for ``run``, on the model's device.
+
+        Raises:
+            InputError: A token outside the vocabulary, text without a tokenizer, or inputs of another kind.
+            ShapeError: Tokens that aren't (batch, pos), or a residual that isn't (batch, pos, d_model).
+        """
+        return prepared(self, inputs, mask, start, dict(extra or {}))
+
+    def run(
+        self, call: Call, *, start: int | None = None, stop: int | None = None, resid: Tensor | None = None
+    ) -> Any:
+        """Run a prepared call, or some blocks of it, without checking that hooks fire.
+
+        Args:
+            call: What ``prepare`` returned.
+            start: First block that runs; None for all.
+            stop: Block before which the run ends; None for none.
+            resid: What enters block ``start``. (batch, pos, d_model)
+
+        Returns:
+            What the module returned; with ``stop`` the residual (batch, pos, d_model).
+
+        Raises:
+            HookNotFiredError: The forward never reached block ``stop``.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(eager())
+            stack.enter_context(self.switchboard.instrumented(self.adapter.required_paths()))
+            if stop is not None:
+                stack.enter_context(self.adapter.stopping_at(stop))
+            if start is not None and resid is not None:
+                with self.switchboard.muted():
+                    stack.enter_context(self.adapter.starting_at(start, resid.to(self.adapter.device())))
+            try:
+                out = self.adapter.run(call)
+            except StopForward as stopped:
+                return stopped.resid
+        if stop is not None:
+            raise HookNotFiredError(
+                f"the forward of this {type(self.module).__name__} ended before block {stop}"
+            )
+        return out
+
+    def _call(self, inputs: Any, mask: Any, start: int | None, extra: dict[str, Any]) -> Call:
+        return self.prepare(inputs, mask, start, extra)
+
+    def _forward(
+        self, inputs: Any, kind: ReturnType, start: int | None, stop: int | None, mask: Any, extra: Any
+    ) -> Any:
+        out = self.run(
+            self.prepare(inputs, mask, start, extra),
+            start=start,
+            stop=stop,
+            resid=None if start is None else inputs,
+        )
+        return out if stop is not None else self.adapter.output(out)
 
     def _layer(self, layer: int | None, what: str) -> int | None:
         if layer is None:
@@ -195,28 +233,10 @@ class HookedModel(LensMethods):
             )
         return layer + n if layer < 0 else layer
 
-    def _reached(self, point: HookPoint, start: int | None, stop: int | None) -> bool:
-        """Whether a run from block ``start`` to block ``stop`` comes by this point."""
-        n = self.adapter.cfg.n_layers
-        if point.block is not None:
-            layer = point.block
-        elif point.name in self.points.named:
-            layer = -1 if point.name in ("hook_embed", "hook_pos_embed") else n
-        else:
-            inside = self.adapter.blocks_with(point.module)
-            if not inside:
-                return start is None and stop is None
-            layer = inside[0]
-        return (start is None or layer >= start) and (stop is None or layer < stop)
-
     def _entries(
-        self,
-        specs: Iterable[HookSpec],
-        dir: Direction,
-        start: int | None = None,
-        stop: int | None = None,
+        self, specs: Iterable[HookSpec], dir: Direction, start: int | None = None, stop: int | None = None,
         **kw: Any,
-    ) -> list[Entry]:
+    ) -> list[Entry]:  # fmt: skip
         entries: list[Entry] = []
         for spec in specs:
             if not isinstance(spec, (tuple, list)) or len(spec) != 2 or not callable(spec[1]):
@@ -226,12 +246,9 @@ class HookedModel(LensMethods):
 
     @contextlib.contextmanager
     def hooks(
-        self,
-        fwd_hooks: Iterable[HookSpec] = (),
-        bwd_hooks: Iterable[HookSpec] = (),
-        reset_hooks_end: bool = True,
-        clear_contexts: bool = False,
-    ) -> Iterator[HookedModel]:
+        self, fwd_hooks: Iterable[HookSpec] = (), bwd_hooks: Iterable[HookSpec] = (),
+        reset_hooks_end: bool = True, clear_contexts: bool = False,
+    ) -> Iterator[HookedModel]:  # fmt: skip
         """Hooks that stay while the block lasts, also for ``model.module.generate(...)``.
 
         Args:
@@ -248,7 +265,7 @@ class HookedModel(LensMethods):
         """
         entries = [*self._entries(fwd_hooks, "fwd"), *self._entries(bwd_hooks, "bwd")]
         with (
-            self._switchboard.instrumented(self.adapter.required_paths()),
+            self.switchboard.instrumented(self.adapter.required_paths()),
             self._listening(entries, reset_hooks_end, clear_contexts),
         ):
             yield self
@@ -257,7 +274,7 @@ class HookedModel(LensMethods):
     @contextlib.contextmanager
     def _listening(self, entries: list[Entry], reset: bool, clear: bool) -> Iterator[None]:
         """Hooks for the length of a block; after one that ends well they stay where ``reset`` is False."""
-        self._switchboard.add(entries)
+        self.switchboard.add(entries)
         kept = False
         try:
             yield
@@ -266,24 +283,17 @@ class HookedModel(LensMethods):
                 self._added += entries
         finally:
             if not kept:
-                self._switchboard.remove(entries)
+                self.switchboard.remove(entries)
             if clear:
                 for entry in entries:
                     entry.point.ctx.clear()
 
     def run_with_hooks(
-        self,
-        inputs: Any,
-        fwd_hooks: Iterable[HookSpec] = (),
-        bwd_hooks: Iterable[HookSpec] = (),
-        reset_hooks_end: bool = True,
-        clear_contexts: bool = False,
-        return_type: ReturnType = "logits",
-        stop_at_layer: int | None = None,
-        start_at_layer: int | None = None,
-        remove_batch_dim: bool = False,
+        self, inputs: Any, fwd_hooks: Iterable[HookSpec] = (), bwd_hooks: Iterable[HookSpec] = (),
+        reset_hooks_end: bool = True, clear_contexts: bool = False, return_type: ReturnType = "logits",
+        stop_at_layer: int | None = None, start_at_layer: int | None = None, remove_batch_dim: bool = False,
         **kw: Any,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Run once with hooks.
 
         Backward hooks stay attached to what this call returns, so a later ``.backward()`` on it
@@ -322,22 +332,12 @@ class HookedModel(LensMethods):
         return out
 
     def run_with_cache(
-        self,
-        inputs: Any,
-        names_filter: Names = None,
-        stop_at_layer: int | None = None,
-        start_at_layer: int | None = None,
-        pos_slice: Slice = None,
-        device: torch.device | str | None = None,
-        remove_batch_dim: bool = False,
-        incl_bwd: bool = False,
-        return_type: ReturnType = "logits",
-        return_cache_object: bool = True,
-        dtype: torch.dtype | None = None,
-        reset_hooks_end: bool = True,
-        clear_contexts: bool = False,
-        **kw: Any,
-    ) -> tuple[Any, ActivationCache]:
+        self, inputs: Any, names_filter: Names = None, stop_at_layer: int | None = None,
+        start_at_layer: int | None = None, pos_slice: Slice = None, device: torch.device | str | None = None,
+        remove_batch_dim: bool = False, incl_bwd: bool = False, return_type: ReturnType = "logits",
+        return_cache_object: bool = True, dtype: torch.dtype | None = None, reset_hooks_end: bool = True,
+        clear_contexts: bool = False, **kw: Any,
+    ) -> tuple[Any, ActivationCache]:  # fmt: skip
         """Run once and keep activations.
 
         The cache holds copies, so neither a hook that writes in place nor the model itself can
@@ -375,7 +375,7 @@ class HookedModel(LensMethods):
         points = self._wanted(names_filter, start_at_layer, stop_at_layer)
         cache, fwd, bwd = recorders(points, incl_bwd, device, dtype, pos_slice)
         entries = [*fwd, *bwd]
-        with self._switchboard.listening(entries):
+        with self.switchboard.listening(entries):
             out = self(inputs, return_type, stop_at_layer, start_at_layer, **kw)
             check_fired(entries, backward=False)
             if incl_bwd:
@@ -396,91 +396,13 @@ class HookedModel(LensMethods):
             result = result.remove_batch_dim()
         return out, (result if return_cache_object else result.cache_dict)  # type: ignore[return-value]
 
-    def get_caching_hooks(
-        self, names_filter: Names = None, incl_bwd: bool = False,
-        device: torch.device | str | None = None, remove_batch_dim: bool = False,
-        cache: dict[str, Any] | None = None, pos_slice: Slice = None,
-    ) -> tuple[dict[str, Any], list[HookSpec], list[HookSpec]]:  # fmt: skip
-        """A dict and the hooks that fill it, for use with ``hooks`` and ``run_with_hooks``.
-
-        Args:
-            names_filter: As for ``run_with_cache``.
-            incl_bwd: Keep gradients too, as ``name + "_grad"``.
-            device: Where the copies go; None leaves them where they are.
-            remove_batch_dim: Remove the batch axis, which must have size 1.
-            cache: The dict to fill; None for a new one.
-            pos_slice: Positions to keep: int, slice, list or (start, stop).
-
-        Returns:
-            The dict (name to activation), forward hooks, backward hooks. A state point's value is
-            a list with one tensor (batch, ...) a step.
-        """
-        cache = {} if cache is None else cache
-        points = self._wanted(names_filter, None, None)
-        _, fwd, bwd = recorders(points, incl_bwd, device, None, pos_slice, cache, remove_batch_dim)
-        return cache, [(e.point.name, e.fn) for e in fwd], [(e.point.name, e.fn) for e in bwd]
-
     def _wanted(self, names: Names, start: int | None, stop: int | None) -> list[HookPoint]:
         points, explicit = self.points.match(names)
         if explicit or (start is None and stop is None):
             return points
         lo, hi = self._layer(start, "start_at_layer"), self._layer(stop, "stop_at_layer")
         # Where a pattern fits only what this run leaves out, all of it stays, to be reported as silent.
-        return [p for p in points if self._reached(p, lo, hi)] or points
-
-    # -- hooks that stay ------------------------------------------------------------------------------
-
-    def add_hook(self, name: Names, hook: HookFn, dir: Direction = "fwd", is_permanent: bool = False) -> None:
-        """A hook that stays until ``reset_hooks``, for every thread.
-
-        Args:
-            name: As for ``run_with_cache``.
-            hook: fn(tensor, hook) returning a tensor, or None for no change.
-            dir: "fwd" or "bwd".
-            is_permanent: Stay also through ``reset_hooks()``.
-
-        Raises:
-            UnknownHookError: No such point.
-            InputError: An unknown ``dir``.
-        """
-        if dir not in ("fwd", "bwd"):
-            raise InputError(f"dir={dir!r} is not known. Allowed: 'fwd', 'bwd'")
-        entries = self._entries([(name, hook)], dir, everywhere=True, permanent=is_permanent)
-        self._switchboard.add(entries)
-        self._added += entries
-
-    def reset_hooks(
-        self, clear_contexts: bool = True, direction: Literal["fwd", "bwd", "both"] = "both",
-        including_permanent: bool = False, name: Names = None,
-    ) -> None:  # fmt: skip
-        """Remove the hooks of ``add_hook``.
-
-        Args:
-            clear_contexts: Empty every hook point's ``ctx``.
-            direction: "fwd", "bwd" or "both".
-            including_permanent: Also those added with ``is_permanent=True``.
-            name: Only those at these hook points, named as for ``run_with_cache``; None for all.
-
-        Raises:
-            InputError: An unknown direction.
-            UnknownHookError: A name that fits no hook point.
-        """
-        if direction not in ("fwd", "bwd", "both"):
-            raise InputError(f"direction={direction!r} is not known. Allowed: 'fwd', 'bwd', 'both'")
-        where = None if name is None else {point.name for point in self.points.match(name)[0]}
-        gone = [
-            e for e in self._added
-            if direction in ("both", e.dir) and (including_permanent or not e.permanent)
-            and (where is None or e.point.name in where)
-        ]  # fmt: skip
-        self._switchboard.remove(gone)
-        self._added = [e for e in self._added if e not in gone]
-        if clear_contexts:
-            self.clear_contexts()
-
-    def has_hooks(self) -> bool:
-        """Whether hooks are in place that a call from this thread would reach."""
-        return any(self._switchboard.listeners(name) for name in self._switchboard.entries)
+        return [p for p in points if self.points.within(p, lo, hi)] or points
 
     def can_skip(self) -> bool:
         """Whether ``start_at_layer`` and ``stop_at_layer`` reach every block and the readout."""
@@ -523,7 +445,7 @@ class HookedModel(LensMethods):
         if kind not in ("native", "reference"):
             raise InputError(f"backend {kind!r} is not known. Allowed: 'native', 'reference'")
         paths = self.adapter.instrumented_paths() if kind == "reference" else []
-        with self._switchboard.instrumented(paths):
+        with self.switchboard.instrumented(paths):
             yield self
 
     def verify(
@@ -588,57 +510,3 @@ class HookedModel(LensMethods):
         finally:
             for module, training in flags.items():
                 module.training = training
-
-    def eval(self) -> HookedModel:
-        """Put the module in eval mode."""
-        self.module.eval()
-        return self
-
-    def train(self, mode: bool = True) -> HookedModel:
-        """Put the module in training mode.
-
-        Args:
-            mode: False for eval mode.
-
-        Returns:
-            This model.
-        """
-        self.module.train(mode)
-        return self
-
-    def to(self, *args: Any, **kw: Any) -> HookedModel:
-        """Move the module, as ``torch.nn.Module.to``.
-
-        Args:
-            args: Device, dtype, or both.
-            kw: The same by name.
-
-        Returns:
-            This model.
-        """
-        self.module.to(*args, **kw)
-        return self
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The module's parameters.
-
-        Args:
-            recurse: Also those of submodules.
-
-        Yields:
-            Each parameter once.
-        """
-        return self.module.parameters(recurse)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of the module's parameters.
-
-        Args:
-            set_to_none: None instead of zeros.
-        """
-        self.module.zero_grad(set_to_none)
-
-
-def _unfired(entry: Entry) -> Entry:
-    fresh = Entry(entry.point, entry.fn, entry.dir)
-    return fresh

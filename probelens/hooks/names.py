@@ -6,27 +6,22 @@ import fnmatch
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from torch import nn
-
 from probelens.errors import InputError, UnknownHookError, nearest
+from probelens.hooks.adapter import Adapter
 from probelens.hooks.points import HookPoint, Site, in_block
 from probelens.hooks.shorthand import Names, NameTable, asked_name, listed, said
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from probelens.hooks.adapter import Adapter
-
-__all__ = ["Points", "Wrapped", "by_point", "need_wrapped", "resolve"]
+__all__ = ["HasPoints", "Points", "by_point", "need_wrapped", "resolve"]
 
 T = TypeVar("T")
 
 
-class Wrapped(Protocol):
-    """A wrapped model, as far as names ask for it: its module, what its architecture says, and its points."""
+class HasPoints(Protocol):
+    """A wrapped model, as far as names ask for it: its points."""
 
-    module: nn.Module
-    adapter: Adapter
     points: Points
 
 
@@ -46,7 +41,7 @@ def need_wrapped(model: object) -> None:
         )
 
 
-def resolve(model: Wrapped, names: Names) -> list[HookPoint]:
+def resolve(model: HasPoints, names: Names) -> list[HookPoint]:
     """The hook points that ``names`` means, everywhere alike.
 
     Args:
@@ -75,7 +70,7 @@ def resolve(model: Wrapped, names: Names) -> list[HookPoint]:
     return model.points.match(names)[0]
 
 
-def by_point(model: Wrapped, values: Mapping[Any, T]) -> dict[str, T]:
+def by_point(model: HasPoints, values: Mapping[Any, T]) -> dict[str, T]:
     """A mapping keyed by whatever names hook points, keyed by their full names.
 
     Args:
@@ -167,6 +162,27 @@ class Points(NameTable):
             for p in self.match(names)[0]
         ]
         return pd.DataFrame(rows, columns=columns)
+
+    def within(self, point: HookPoint, start: int | None, stop: int | None) -> bool:
+        """Whether a run from block ``start`` to block ``stop`` reaches a point.
+
+        Args:
+            point: The point.
+            start: First block that runs; None for all.
+            stop: Block before which the run ends; None for none.
+
+        Returns:
+            False also for a module outside the blocks in a run of some blocks.
+        """
+        if point.block is not None:
+            block = point.block
+        elif point.name in self.named:
+            block = -1 if point.name in ("hook_embed", "hook_pos_embed") else self.n_layers
+        elif inside := self.adapter.blocks_with(point.module):
+            block = inside[0]
+        else:
+            return start is None and stop is None
+        return (start is None or block >= start) and (stop is None or block < stop)
 
     def glob(self, pattern: str) -> list[str]:
         found = super().glob(pattern)

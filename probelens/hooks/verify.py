@@ -12,6 +12,9 @@ from probelens.errors import InputError, ProbelensError
 from probelens.hooks.names import resolve
 from probelens.hooks.points import HookPoint
 from probelens.hooks.shorthand import Names
+from probelens.hooks.inputs import tokens_of
+from probelens.hooks.points import HookPoint
+from probelens.hooks.protocol import Wrapped
 from probelens.numerics.modes import autocasting
 from probelens.results.columns import Column
 from probelens.results.progress import progress_bar
@@ -20,7 +23,6 @@ from probelens.results.rows import Rows
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from probelens.hooks.model import HookedModel
 
 __all__ = ["VerifyReport", "verify"]
 
@@ -93,7 +95,7 @@ class VerifyReport(Rows):
 
 
 def verify(
-    model: HookedModel,
+    model: Wrapped,
     inputs: Any = None,
     names: Names = None,
     *,
@@ -135,7 +137,7 @@ def verify(
 
 
 def _try(
-    model: HookedModel, point: HookPoint, x: Any, other: Any, native: Tensor, target: Tensor,
+    model: Wrapped, point: HookPoint, x: Any, other: Any, native: Tensor, target: Tensor,
     size: float, gap: float, tolerance: float, seed: int,
 ) -> dict[str, Any]:  # fmt: skip
     row: dict[str, Any] = {"name": point.name, "kind": point.kind, "fired": 0, "identity": None, "edit": None}
@@ -181,14 +183,14 @@ def _try(
     return row
 
 
-def _carries_everything(model: HookedModel, point: HookPoint) -> bool:
+def _carries_everything(model: Wrapped, point: HookPoint) -> bool:
     """Whether all that the rest of the model sees of the input passes this point."""
     if not point.name.endswith((".hook_resid_pre", ".hook_resid_post")):
         return False
     return not model.adapter.rereads(point.layer() + point.name.endswith("post"))
 
 
-def _goes_around(model: HookedModel, point: HookPoint, x: Any, resid: Tensor) -> bool:
+def _goes_around(model: Wrapped, point: HookPoint, x: Any, resid: Tensor) -> bool:
     """Whether what follows reads something else too than the residual at this point."""
     after = point.layer() + point.name.endswith("hook_resid_post")
     if not model.can_skip():
@@ -197,7 +199,7 @@ def _goes_around(model: HookedModel, point: HookPoint, x: Any, resid: Tensor) ->
     return entering.shape != resid.shape or not torch.equal(entering, resid) or not model.can_start_at(after)
 
 
-def _two_inputs(model: HookedModel, inputs: Any, seed: int) -> tuple[Any, Any]:
+def _two_inputs(model: Wrapped, inputs: Any, seed: int) -> tuple[Any, Any]:
     """The inputs, and others of the same shape."""
     vocab = model.cfg.d_vocab
     generator = torch.Generator().manual_seed(seed)
@@ -210,7 +212,7 @@ def _two_inputs(model: HookedModel, inputs: Any, seed: int) -> tuple[Any, Any]:
         and model.tokenizer is not None
         and all(isinstance(t, str) for t in inputs)
     ):
-        inputs = model.to_tokens(inputs)
+        inputs = tokens_of(model, inputs)[0]
     if not isinstance(inputs, Tensor):
         try:
             inputs = torch.as_tensor(inputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,14 +12,14 @@ from torch import Tensor
 from probelens.errors import InputError, ShapeError, UnknownHookError, nearest
 from probelens.hooks.forwards import need_data
 from probelens.hooks.points import in_block
+from probelens.hooks.protocol import Wrapped
 
-if TYPE_CHECKING:
-    from probelens.hooks.model import HookedModel
+Model = TypeVar("Model", bound=Wrapped)
 
 __all__ = ["edited_weights", "weight_name"]
 
 
-def weight_name(model: HookedModel, name: str) -> str:
+def weight_name(model: Wrapped, name: str) -> str:
     """The user's own name of a parameter or buffer.
 
     Args:
@@ -62,9 +62,7 @@ def weight_name(model: HookedModel, name: str) -> str:
 
 
 @contextlib.contextmanager
-def edited_weights(
-    model: HookedModel, edits: Mapping[str, Callable[[Tensor], Tensor]]
-) -> Iterator[HookedModel]:
+def edited_weights(model: Model, edits: Mapping[str, Callable[[Tensor], Tensor]]) -> Iterator[Model]:
     """Parameters changed while the block lasts; see ``HookedModel.edit_weights``.
 
     Args:
@@ -105,6 +103,6 @@ def edited_weights(
                 tensor.copy_(before)
 
 
-def _tensors(model: HookedModel) -> dict[str, Tensor]:
+def _tensors(model: Wrapped) -> dict[str, Tensor]:
     named = model.module.named_parameters(remove_duplicate=False)
     return {**dict(named), **dict(model.module.named_buffers(remove_duplicate=False))}

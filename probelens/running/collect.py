@@ -17,6 +17,7 @@ from torch import Tensor
 from probelens.errors import InputError, ShapeError, StoreError, UnknownHookError
 from probelens.hooks.cache import Slice
 from probelens.hooks.forwards import hooked_by_hand, stored
+from probelens.hooks.inputs import tokens_of
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped, resolve
 from probelens.hooks.padding import mask_for_model
@@ -245,7 +246,7 @@ def _inputs(
     if isinstance(batch, str) or (
         isinstance(batch, (list, tuple)) and batch and all(isinstance(t, str) for t in batch)
     ):
-        tokens, made = model._tokenize(batch, None)
+        tokens, made = tokens_of(model, batch)
         attention = made if attention is None else attention
     elif isinstance(batch, Tensor):
         tokens = batch

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import probelens as pl
 from probelens.errors import InputError, ProbelensError, ShapeError
-from probelens.hooks.recording import recorders
+from probelens.hooks.cache import recorders
 from probelens.kernels import pages as _pages
 from probelens.kernels import scan as _scan
 from probelens.kernels import ssd as _ssd
@@ -590,7 +590,7 @@ def test_a_trajectory_is_kept_without_a_copy_only_where_nobody_else_has_it(monke
         # The controls: a slice would hold the whole, and two recorders would share one memory.
         assert not shared(pos_slice=slice(0, 1))
         cache, also, _ = recorders([model.hook_dict[name]], False, None, None, None)
-        with model._switchboard.listening(also):
+        with model.switchboard.listening(also):
             assert not shared()
         torch.testing.assert_close(cache[name], kept, rtol=0, atol=0)
         assert cache[name].data_ptr() != given[-1]

@@ -43,9 +43,9 @@ def clean(name: str) -> None:
     model = MODELS[name]
     assert set(left_behind(model.module)) == PLAIN[name]
     assert not model.has_hooks()
-    assert not model._switchboard.entries
-    assert not model._switchboard._handles
-    assert not model._switchboard._instruments
+    assert not model.switchboard.entries
+    assert not model.switchboard._handles
+    assert not model.switchboard._instruments
     assert not model.module.training
     assert torch.equal(model(X), LOGITS[name])
 

@@ -1,0 +1,126 @@
+"""What probelens asks of a wrapped model: the Protocol by which its parts are typed.
+
+A ``HookedModel`` has all of it. Anything else that does can take its place in ``verify``, in trials and in caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from probelens.hooks.adapter import Adapter
+from probelens.hooks.config import Call, ModelConfig
+from probelens.hooks.names import Points
+from probelens.hooks.shorthand import Names
+from probelens.hooks.switchboard import Switchboard
+
+__all__ = ["Wrapped"]
+
+
+class Wrapped(Protocol):
+    """A wrapped model: a module, what its architecture says about itself, its hook points, and ways to run it."""
+
+    module: nn.Module
+    adapter: Adapter
+    points: Points
+    switchboard: Switchboard
+
+    @property
+    def cfg(self) -> ModelConfig:
+        """Sizes of the model."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer, or None."""
+
+    def __call__(
+        self, inputs: Any, *, stop_at_layer: int | None = None, start_at_layer: int | None = None, **kw: Any
+    ) -> Any:
+        """Run the model, or the blocks from ``start_at_layer`` to ``stop_at_layer``.
+
+        Args:
+            inputs: Tokens (batch, pos), text, keywords, or the residual that enters ``start_at_layer``.
+            stop_at_layer: Return the residual entering this block; the rest doesn't run.
+            start_at_layer: Skip the blocks before this one.
+            **kw: Passed to the module's forward.
+
+        Returns:
+            Logits (batch, pos, d_vocab), or the residual.
+        """
+
+    def run_with_hooks(self, inputs: Any, fwd_hooks: Iterable[tuple[Names, Any]] = (), **kw: Any) -> Any:
+        """Run once with hooks.
+
+        Args:
+            inputs: As for calling the model.
+            fwd_hooks: Pairs of what names hook points, and a hook.
+            **kw: As for calling the model.
+
+        Returns:
+            As calling the model does.
+        """
+
+    def run_with_cache(
+        self, inputs: Any, names_filter: Names = None, **kw: Any
+    ) -> tuple[Any, Mapping[str, Tensor]]:
+        """Run once and keep activations.
+
+        Args:
+            inputs: As for calling the model.
+            names_filter: Which hook points.
+            **kw: As for calling the model.
+
+        Returns:
+            The output, and activations by full name. (batch, pos, ...)
+        """
+
+    def prepare(
+        self, inputs: Any, mask: Tensor | None = None, start: int | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Call:  # fmt: skip
+        """The call of the module that inputs ask for.
+
+        Args:
+            inputs: As for calling the model.
+            mask: 1 for real tokens, 0 for padding. (batch, pos)
+            start: Block whose residual the inputs are; None for the model's own inputs.
+            extra: Keywords for the module's forward.
+
+        Returns:
+            A call for ``run``.
+        """
+
+    def run(
+        self, call: Call, *, start: int | None = None, stop: int | None = None, resid: Tensor | None = None
+    ) -> Any:
+        """Run a prepared call, or some blocks of it, without checking that hooks fire.
+
+        Args:
+            call: What ``prepare`` returned.
+            start: First block that runs; None for all.
+            stop: Block before which the run ends; None for none.
+            resid: What enters block ``start``. (batch, pos, d_model)
+
+        Returns:
+            What the module returned; with ``stop`` the residual (batch, pos, d_model).
+        """
+
+    def evaluating(self) -> AbstractContextManager[Any]:
+        """Eval mode inside the block."""
+
+    def can_skip(self) -> bool:
+        """Whether ``start_at_layer`` and ``stop_at_layer`` reach every block and the readout."""
+
+    def can_start_at(self, layer: int, inputs: Any = None) -> bool:
+        """Whether the residual entering a block is all that the rest of the model depends on.
+
+        Args:
+            layer: Block; ``n_layers`` for what follows the last one.
+            inputs: What the model runs on; a few of them are tried where random tokens alone don't run.
+
+        Returns:
+            False also where that could not be tried.
+        """
