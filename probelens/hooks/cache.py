@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError, ShapeError, UnknownHookError, elsewhere
-from probelens.hooks.points import At, HookPoint, in_block
+from probelens.hooks.points import At, HookPoint
 from probelens.hooks.protocol import Wrapped
 from probelens.hooks.shorthand import Names, NameTable
 from probelens.hooks.switchboard import Entry
 
-__all__ = ["ActivationCache", "Slice", "recorders", "slice_positions", "without_batch"]
+__all__ = ["ActivationCache", "Slice", "slice_positions"]
 
 Slice = int | slice | list[int] | Tensor | tuple[Any, ...] | None
 """Positions or examples: an int, a slice, a list, a tensor, `(start, stop)` as in TransformerLens, or None for all."""

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from probelens.errors import InputError, ProbelensError
+from probelens.hooks.inputs import tokens_of
 from probelens.hooks.names import resolve
 from probelens.hooks.points import HookPoint
-from probelens.hooks.shorthand import Names
-from probelens.hooks.inputs import tokens_of
-from probelens.hooks.points import HookPoint
 from probelens.hooks.protocol import Wrapped
+from probelens.hooks.shorthand import Names
 from probelens.numerics.modes import autocasting
 from probelens.results.columns import Column
 from probelens.results.progress import progress_bar
