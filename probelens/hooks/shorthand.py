@@ -255,7 +255,7 @@ def full_name(short: str, layer: int, kind: str | None = None) -> str:
         ('blocks.2.attn.hook_q', 'blocks.0.mixer.hook_out')
     """
     short = _SHORT.get(short, short)
-    part = _PARTS.get(short) or (_LAYER_TYPES.get(kind, kind) if kind else None)
+    part = (_LAYER_TYPES.get(kind, kind) if kind else None) or _PARTS.get(short)
     tail = short if short.startswith("hook_") or "." in short else f"hook_{short}"
     return f"blocks.{layer}.{part + '.' if part else ''}{tail}"
 

@@ -42,6 +42,7 @@ class Activations(Result):
         mask: True where a position counts. (example, pos)
         tokens: The tokens they belong to, at all positions. (example, length)
         model: Name of the model.
+        aliases: Other names of the sites.
     """
 
     tensors: dict[str, Tensor]
@@ -50,10 +51,11 @@ class Activations(Result):
     mask: Tensor | None = None
     tokens: Tensor | None = None
     model: str = ""
+    aliases: dict[str, str] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
-        """The sites, in the order in which `expand` gives them: several given as a list keep its order."""
+        """The sites, in the order in which ``resolve`` gives them: several given as a list keep its order."""
         return list(self.tensors)
 
     def __len__(self) -> int:
@@ -66,7 +68,7 @@ class Activations(Result):
         if isinstance(name, str) and name in self.tensors:
             return self.tensors[name]
         try:
-            return self.tensors[NameTable(self.tensors).one(name)]
+            return self.tensors[NameTable(self.tensors, self.aliases).one(name)]
         except UnknownHookError as err:
             listed = ", ".join(map(repr, self.names[:5])) + ", …" * (len(self.names) > 5)
             raise UnknownHookError(f"{err}. Other sites than these were not collected: {listed}") from None
@@ -216,6 +218,7 @@ def collect(
         None if mask is None else mask[:, kept],
         tokens.cpu() if not tokens.is_floating_point() else None,
         model.cfg.model_name,
+        {other: point.name for point in points for other in point.aliases},
     )
 
 
