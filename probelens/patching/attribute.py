@@ -14,16 +14,8 @@ from probelens.hooks.padding import padding_mask
 from probelens.hooks.points import HookPoint, has_positions
 from probelens.hooks.shorthand import Names
 from probelens.numerics.modes import differentiable
-from probelens.patching.parts import (
-    Metric,
-    Mode,
-    Pos,
-    answered,
-    check_pairs,
-    check_positions,
-    columns,
-    read_metric,
-)
+from probelens.patching.metric import Metric, answered, read_metric
+from probelens.patching.pairs import Mode, Pos, check_pairs, check_positions, columns
 from probelens.patching.result import PatchResult
 from probelens.results.progress import progress_bar
 from probelens.running.collect import collect
@@ -43,7 +35,6 @@ def attribute(
     metric: Metric = "logit_diff",
     *,
     batch_size: int = 64,
-    seed: int = 0,
     progress: bool = False,
 ) -> PatchResult:
     """Attribution patching: a first-order estimate of ``patch`` from one backward pass.
@@ -56,7 +47,6 @@ def attribute(
         mode: As for ``patch``.
         metric: As for ``patch``.
         batch_size: Pairs in one pass.
-        seed: Not used; kept for one signature.
         progress: Show a progress bar.
 
     Returns:

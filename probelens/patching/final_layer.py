@@ -18,7 +18,8 @@ from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped
 from probelens.hooks.padding import padding_mask
 from probelens.patching.final_layer_sites import RUN, SITES, Plan, Site
-from probelens.patching.parts import Metric, Mode, answered, read_metric
+from probelens.patching.metric import Metric, answered, read_metric
+from probelens.patching.pairs import Mode
 from probelens.patching.result import GAP
 from probelens.results.columns import Column
 from probelens.results.rows import Rows

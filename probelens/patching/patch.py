@@ -10,7 +10,8 @@ from typing import Any
 
 from probelens.hooks.model import HookedModel
 from probelens.hooks.shorthand import Names
-from probelens.patching.parts import Metric, Mode, Pos
+from probelens.patching.metric import Metric
+from probelens.patching.pairs import Mode, Pos
 from probelens.patching.plan import patch_plan
 from probelens.patching.result import PatchResult
 
@@ -28,7 +29,6 @@ def patch(
     joint: bool = False,
     batch_size: int = 64,
     memory: int | None = None,
-    seed: int = 0,
     progress: bool = False,
 ) -> PatchResult:
     """Patch each site and position, and measure what that does to the answer.
@@ -47,7 +47,6 @@ def patch(
         batch_size: Pairs in one forward pass, at most.
         memory: Bytes that may be held at once, for a sweep that would need too much; None for the usual
             limits. Values stay the same up to rounding. ``patch_plan`` says what is held.
-        seed: Not used: exact patching draws nothing.
         progress: Show a progress bar.
 
     Returns:
@@ -63,5 +62,5 @@ def patch(
         arXiv 2404.15255; Zhang and Nanda 2024, arXiv 2309.16042.
     """
     return patch_plan(
-        model, pairs, sites, pos, mode, metric, joint=joint, batch_size=batch_size, memory=memory, seed=seed
+        model, pairs, sites, pos, mode, metric, joint=joint, batch_size=batch_size, memory=memory
     ).run(progress)

@@ -21,17 +21,8 @@ from probelens.hooks.names import need_wrapped, resolve
 from probelens.hooks.padding import padding_mask
 from probelens.hooks.points import HookFn, at, has_positions
 from probelens.hooks.shorthand import Names
-from probelens.patching.parts import (
-    Metric,
-    Mode,
-    Pos,
-    answered,
-    check_pairs,
-    check_positions,
-    columns,
-    marks,
-    read_metric,
-)
+from probelens.patching.metric import Metric, answered, read_metric
+from probelens.patching.pairs import Mode, Pos, check_pairs, check_positions, columns, marks
 from probelens.patching.result import PatchResult
 from probelens.running.collect import collect, stops_at
 from probelens.running.sweep.conditions import Condition, Intervention, Read
@@ -159,7 +150,6 @@ def patch_plan(
     joint: bool = False,
     batch_size: int = 64,
     memory: int | None = None,
-    seed: int = 0,
 ) -> PatchPlan:
     """Say what ``patch`` will run with these arguments, by which path and why, and what it costs.
 
@@ -176,7 +166,6 @@ def patch_plan(
         batch_size: Pairs in one forward pass, at most.
         memory: Bytes that may be held at once, the activations that are put in included; see
             ``probelens.running.sweep.plan.plan``. Values stay the same up to rounding.
-        seed: As for ``patch``.
 
     Returns:
         The plan, to print; its ``run()`` gives what ``patch`` gives.

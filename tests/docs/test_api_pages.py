@@ -43,7 +43,7 @@ def test_a_module_shows_functions_before_classes_and_only_what_is_public() -> No
     text = api_pages.filled("patching")
     assert text.count("::: probelens.patching.patch\n") == 1, "named on the page, so not again for the room"
     assert "::: probelens.patching.plan\n" in text, "named by probelens alone"
-    assert "probelens.patching.parts" not in text
+    assert "probelens.patching.pairs" not in text
 
 
 def test_a_primitive_that_the_facade_names_is_on_the_page_of_its_room(
@@ -52,14 +52,14 @@ def test_a_primitive_that_the_facade_names_is_on_the_page_of_its_room(
     def interchange() -> None:
         """Swap one variable between two runs."""
 
-    interchange.__module__ = "probelens.patching.parts"
-    parts = pytest.importorskip("probelens.patching.parts")
-    monkeypatch.setattr(parts, "interchange", interchange, raising=False)
-    monkeypatch.setattr(parts, "__all__", ["interchange"], raising=False)
+    interchange.__module__ = "probelens.patching.pairs"
+    pairs = pytest.importorskip("probelens.patching.pairs")
+    monkeypatch.setattr(pairs, "interchange", interchange, raising=False)
+    monkeypatch.setattr(pairs, "__all__", ["interchange"], raising=False)
     monkeypatch.setattr(pl, "interchange", interchange, raising=False)
     monkeypatch.setattr(pl, "__all__", [*pl.__all__, "interchange"])
     for cached in (api_pages.named, api_pages.public, api_pages.members):
         monkeypatch.setattr(api_pages, cached.__name__, cached.__wrapped__)
-    assert "::: probelens.patching.parts\n" in api_pages.filled("patching")
-    assert ("patching", "probelens.patching.parts.interchange", interchange) in list(api_pages.shown())
-    assert api_pages.called("probelens.patching.parts.interchange", interchange) == "pl.interchange"
+    assert "::: probelens.patching.pairs\n" in api_pages.filled("patching")
+    assert ("patching", "probelens.patching.pairs.interchange", interchange) in list(api_pages.shown())
+    assert api_pages.called("probelens.patching.pairs.interchange", interchange) == "pl.interchange"

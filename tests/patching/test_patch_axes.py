@@ -105,7 +105,7 @@ def test_masked_scores_that_are_infinite_have_no_effect_instead_of_nan(
 ) -> None:
     """Some attentions mask with −inf: equal infinities don't differ."""
     from probelens.patching.attribute import first_order
-    from probelens.patching.parts import read_metric
+    from probelens.patching.metric import read_metric
     from probelens.running.sweep.conditions import Read
 
     model, pairs = pl.wrap(zoo.build("neox")), some_pairs()
