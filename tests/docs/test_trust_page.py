@@ -80,8 +80,7 @@ def counted() -> list[str]:
         f"at each of {len(test_faults.MOMENTS)} moments of {len(test_faults.WRITERS)} writers",
         f"Ctrl-C at {test_interrupts.MOMENTS} random moments of `probelens run quickstart`, and at "
         f"{test_interrupts.MOMENTS_FROM_THE_START} while it still imports",
-        f"hook point ({drawn_by(test_trust, 'test_any_text_is_a_hook_point_or_an_unknown_hook_error')} cases) or a site "
-        f"({drawn_by(test_trust, 'test_any_text_is_a_site_or_an_unknown_hook_error')})",
+        f"hook point ({drawn_by(test_trust, 'test_any_text_is_a_hook_point_or_an_unknown_hook_error')} cases)",
         f"text ({drawn_by(test_trust, 'test_hooks_that_return_anything_are_followed_or_refused')} cases)",
         f"key ({drawn_by(test_trust, 'test_the_name_of_a_cell_cannot_leave_the_run_folder')} cases)",
         f"command line ({drawn_by(test_cli, 'test_any_text_as_a_setting_is_read_or_refused')} cases)",
