@@ -29,10 +29,32 @@ A hook point names one tensor of a model. `model.hook_points()` lists those of y
 each belongs to, and `model.verify()` tries every one of them: it must fire, returning its input must change
 nothing, noise must change the output, and nothing may be left behind.
 
-Names stand under `blocks.{l}.` unless the table says otherwise, position first: `(batch, pos, …)`. Aliases work
-wherever a name does. Any module of your model is a hook point too, under its own path with `.hook_in` or
-`.hook_out`: `"gpt_neox.layers.3.mlp.dense_h_to_4h.hook_out"`. A name that doesn't exist is an error that says
-why, a hook that never fires is an error too.
+## How to name them
+
+Everywhere alike: `names_filter=` of `run_with_cache`, the hooks of `run_with_hooks`, `hooks` and `add_hook`, `sites=` of
+`collect`, `patch`, `attribute`, `ablate_component` and `erase`, the keys of `ablate`, `dose_response` and
+`length_transfer`, `cache[...]` and `activations[...]` where one point is meant, `model.hook_points(...)`,
+`model.verify(names=...)`, and `--match` on the command line.
+
+| form | for example | means |
+|---|---|---|
+| full name, or an alias | `"blocks.3.hook_resid_post"`, `"blocks.3.hook_mixer_out"` | that point |
+| shorthand | `"resid_post"`, `"mixer_out"`, `"pattern"`, `"ssm_state"`, `"attn.hook_z"` | the point of every block, or `"embed"` of the model |
+| layer axis | `"layers"` | what enters block 0, then what each block returns |
+| shorthand and layer, as in TransformerLens | `("resid_post", 3)`, `("q", -1)`, `("out", 0, "mixer")`, `"k6"` | the point of one block |
+| path in your module | `"gpt_neox.layers.3.mlp.dense_h_to_4h.hook_out"`, `"….hook_in"` | the output or the input of that module |
+| glob | `"blocks.[0-3].hook_*"` | every name that fits |
+| predicate | `lambda name: name.endswith("hook_z")` | every full name that it accepts |
+| hook point | `model.point("blocks.3.hook_resid_post")` | itself |
+| list | `["embed", ("resid_post", 3), "*.hook_z"]` | the points of each, in this order, each once |
+| nothing | `None` | every hook point |
+
+What fits no point is an `UnknownHookError` before anything runs, with the nearest names and, where the architecture has no
+such point, the reason. A hook that never fires is an error too.
+
+## What they are
+
+Names in the tables below are under `blocks.{l}.` unless the table says otherwise, position first: `(batch, pos, …)`.
 
 - **boundary**: input or output of a module that the model calls. The model runs its own kernels.
 - **interior**: inside a module. While somebody listens there, that module runs a reference forward with the
