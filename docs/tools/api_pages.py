@@ -1,7 +1,7 @@
 """Fills the pages of the API: a hook of mkdocs, named in ``mkdocs.yml``.
 
 ``[room NAME]`` on a page becomes the public modules of a room that no page shows by name, ``[overview]`` the table of all
-public names. A module is public if ``probelens`` or the ``__init__`` of its room takes a name from it, or if a page shows
+public names, ``[columns]`` the columns that results declare. A module is public if ``probelens`` or the ``__init__`` of its room takes a name from it, or if a page shows
 it. It shows the names that are taken from it, or its whole ``__all__`` if a page or a room names the module itself,
 functions before classes. So a new primitive needs no line here and on no page.
 """
@@ -18,6 +18,8 @@ from types import ModuleType
 from typing import Any
 
 import probelens as pl
+from probelens.results.result import Result
+from probelens.results.types import said
 
 DOCS = Path(__file__).resolve().parents[1]
 SHOWN = re.compile(r"^::: (\S+)$(?!\n    options)", re.M)
@@ -158,9 +160,30 @@ def overview() -> str:
     return "\n\n".join(text)
 
 
+def results() -> dict[str, type[Result]]:
+    """The classes of results that declare columns, by path."""
+    classes = {path: value for _, path, value in shown() if inspect.isclass(value)}
+    return {path: cls for path, cls in classes.items() if issubclass(cls, Result) and cls.columns}
+
+
+def columns() -> str:
+    """A table of the columns of each class of results."""
+    text = []
+    for path, cls in results().items():
+        cells = [(f"`{c.name}`", said(c.type), c.unit, c.on, c.meaning) for c in cls.columns]
+        rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
+        about = (inspect.getdoc(cls) or "").partition("\n")[0]
+        head = ["| column | type | unit | on | meaning |", "|---|---|---|---|---|"]
+        text.append("\n".join([f"## [{cls.__name__}][{path}]", "", about, "", *head, *rows]))
+    return "\n\n".join(text)
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Fill a page; mkdocs calls this."""
     folder, _, name = page.file.src_uri.removesuffix(".md").rpartition("/")
     if folder != "api":
         return markdown
-    return markdown.replace("[overview]", overview()) if name == "index" else filled(name)
+    return {
+        "index": lambda: markdown.replace("[overview]", overview()),
+        "columns": lambda: markdown.replace("[columns]", columns()),
+    }.get(name, lambda: filled(name))()

@@ -63,3 +63,11 @@ def test_a_primitive_that_the_facade_names_is_on_the_page_of_its_room(
     assert "::: probelens.patching.pairs\n" in api_pages.filled("patching")
     assert ("patching", "probelens.patching.pairs.interchange", interchange) in list(api_pages.shown())
     assert api_pages.called("probelens.patching.pairs.interchange", interchange) == "pl.interchange"
+
+
+def test_the_page_of_columns_has_a_table_for_each_class_of_results_that_declares_some() -> None:
+    text = api_pages.columns()
+    for cls in (pl.ProbeResult, pl.AblationResult, pl.PatchResult):
+        assert f"## [{cls.__name__}]" in text
+        assert all(f"| `{column.name}` |" in text for column in cls.columns)
+    assert "## [Activations]" not in text, "it is no table"

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import columns_page
+import api_pages
 import pandas as pd
 import pytest
 import torch
@@ -91,7 +91,7 @@ def tables() -> dict[type[Result], list[dict[str, Any]]]:
     return found
 
 
-CLASSES = columns_page.classes()
+CLASSES = list(api_pages.results().values())
 # What the small models above can't show.
 UNSEEN = {
     pl.Profile: {"r2", "mse", "alpha"},  # a profile's labels are classes
