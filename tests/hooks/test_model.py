@@ -691,23 +691,9 @@ def test_one_thousand_hooked_and_failing_calls_leave_nothing() -> None:
     assert not model.has_hooks()
 
 
-class Around(nn.Module):
-    """A model in which an early layer also goes straight to the output, around the later ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(zoo.VOCAB, 8)
-        self.layers = nn.ModuleList(nn.GRU(8, 8, batch_first=True) for _ in range(2))
-        self.head = nn.Linear(16, zoo.VOCAB)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        first = self.layers[0](self.embed(ids))[0]
-        return self.head(torch.cat([first, self.layers[1](first)[0]], -1))
-
-
 def test_a_run_from_the_middle_is_refused_where_something_goes_around_the_blocks() -> None:
     torch.manual_seed(0)
-    model, x = pl.wrap(Around().eval()), zoo.tokens()
+    model, x = pl.wrap(zoo.Around().eval()), zoo.tokens()
     assert model.can_skip()
     # What the head reads holds everything again; only a start in between loses the way around.
     assert [model.can_start_at(i) for i in range(3)] == [True, False, True]

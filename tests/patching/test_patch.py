@@ -252,10 +252,8 @@ def test_state_points_are_patched_step_by_step(name: str) -> None:
 
 
 def test_a_sweep_takes_no_shortcut_where_something_goes_around_the_blocks() -> None:
-    from test_model import Around
-
     torch.manual_seed(0)
-    model, pairs = pl.wrap(Around().eval()), some_pairs()
+    model, pairs = pl.wrap(zoo.Around().eval()), some_pairs()
     got = pl.patch(model, pairs, ["layers", "blocks.1.hook_resid_pre"])
     with torch.no_grad():
         for i, site in enumerate(got.sites):

@@ -299,3 +299,17 @@ def logits(model: nn.Module, x: Tensor, **kw: object) -> Tensor:
     with torch.no_grad():
         out = model(x, **kw)
     return out if isinstance(out, Tensor) else out.logits
+
+
+class Around(nn.Module):
+    """A model in which an early layer also goes straight to the output, around the later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.layers = nn.ModuleList(nn.GRU(8, 8, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(16, VOCAB)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        first = self.layers[0](self.embed(ids))[0]
+        return self.head(torch.cat([first, self.layers[1](first)[0]], -1))
