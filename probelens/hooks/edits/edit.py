@@ -161,11 +161,13 @@ def _table(pos: Any, batch: int, length: int | None, step: int | None, hook: Hoo
         raise InputError(
             f"pos={pos!r} names no position of {length}, so nothing would be edited. None means all"
         )
-    if not -length <= int(chosen.min()) <= int(chosen.max()) < length:
+    low, high = map(int, chosen.aminmax())
+    if not -length <= low <= high < length:
         raise InputError(
             f"pos={chosen.tolist()}{f' at {hook.name!r}' if hook else ''}: allowed are {-length} to {length - 1}, "
             f"the tensor has {length} positions. None edits all"
         )
-    table = torch.zeros(batch if each else 1, length, dtype=torch.bool)
-    table[torch.arange(batch) if each else 0, chosen] = True
-    return table
+    at = torch.arange(length)
+    if each:
+        return at == (chosen % length)[:, None]
+    return torch.isin(at, chosen % length)[None]
