@@ -176,7 +176,7 @@ class PatchSitesResult(Rows):
         Returns:
             A dot plot.
         """
-        from probelens.results.plots.sites import sites_figure
+        from probelens.results.plots.patching import sites_figure
 
         return sites_figure(self.rows, self.mode, title)
 

@@ -476,7 +476,6 @@ def hostile_figures(name: str, other: str) -> list[go.Figure]:
                             baselines={"untrained": other}),
         plots.length_curve([{"length": 1, "accuracy": 0.5, "m": name}], color="m", title=other),
         plots.training_curve([{"step": 1, "loss": 0.5, "m": name}], y="loss", color="m", title=other),
-        plots.ablation(abl, metric=other, title=name, names={name: other}),
         plots.ablation(abl, metric=other, title=name),
         plots.patch_heatmap([[0.0], [1.0]], [name, other], [0], [name], marks={other: 0}, title=name),
     ]  # fmt: skip
@@ -577,6 +576,6 @@ def test_a_named_column_that_is_missing_is_an_error_not_a_silent_omission() -> N
 
 
 def test_importing_plots_loads_neither_plotly_nor_pandas() -> None:
-    code = "import sys, probelens.plots, probelens.report; print({'plotly', 'pandas'} & set(sys.modules))"
+    code = "import sys; from probelens.results import plots, report; print({'plotly', 'pandas'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,25 +23,14 @@ CONDITIONS = {
     "leace": "LEACE",
     "inlp": "INLP",
 }
+KEPT = (
+    "layer", "site", "condition", "draw", "rank", "drop", "lo", "hi", "probe_accuracy", "refit_accuracy",
+    "refit_mlp_accuracy", "baseline", "verdict",
+)  # fmt: skip
 
 
 def ablation(
-    data: Rows,
-    *,
-    x: str = "layer",
-    drop: str = "drop",
-    lo: str = "lo",
-    hi: str = "hi",
-    condition: str = "condition",
-    controls: Sequence[str] | None = None,
-    probe: str = "probe_accuracy",
-    refit: str = "refit_accuracy",
-    refit_mlp: str = "refit_mlp_accuracy",
-    baseline: str = "baseline",
-    names: Mapping[str, str] | None = None,
-    metric: str = "accuracy",
-    percent: bool = True,
-    title: str | None = None,
+    data: Rows, *, metric: str = "accuracy", percent: bool = True, title: str | None = None
 ) -> go.Figure:
     """What ablating a subspace costs at each layer, and whether a refitted probe still reads the label.
 
@@ -53,31 +42,20 @@ def ablation(
     Args:
         data: Rows of ONE model and ONE label. Columns:
 
-            * ``x``: the layer, an int; -1 is the embedding.
-            * ``condition``: what was ablated: ``"target"`` (the probe's rows), ``"random"``,
-              ``"random_matched"``, ``"pca"``, ``"leace"``, ``"inlp"``, or any other name.
+            * ``layer``: an int; -1 is the embedding.
+            * ``condition``: what was ablated: ``"target"`` (the probe's rows), ``"pca"``, ``"leace"``, ``"inlp"``, or
+              any other name; those whose name starts with ``"random"`` are controls, drawn as bands.
             * ``drop``: the metric without ablation minus with it, a fraction of 1 if ``percent`` (shown in
               percentage points); positive when ablation hurts.
             * ``lo``, ``hi`` (optional): the bounds of its interval.
-            * ``probe``, ``refit``, ``baseline`` (optional, together they make the lower panel), on the rows
-              of subspaces that aren't controls: accuracy of the probe on the untouched activations, of a new
-              probe trained on the ablated ones, and of the best baseline. Fractions of 1.
-
+            * ``probe_accuracy``, ``refit_accuracy``, ``baseline`` (optional, together they make the lower panel), on
+              the rows of subspaces that aren't controls: accuracy of the probe on the untouched activations, of a
+              new probe trained on the ablated ones, and of the best baseline; ``refit_mlp_accuracy``, drawn dotted
+              where there is one. Fractions of 1.
             * ``site``, ``verdict`` (optional): the hook point; what the refit says, for the hover text.
 
             A control has one row per layer and draw; a subspace, or a control given as an interval, has one
             per layer.
-        x: Name of the layer column.
-        drop: Name of the drop column.
-        lo: Name of the lower-bound column.
-        hi: Name of the upper-bound column.
-        condition: Name of the condition column.
-        controls: Conditions drawn as bands. Default: those whose name starts with "random".
-        probe: Name of the column with the probe's accuracy before ablation.
-        refit: Name of the column with the refitted probe's accuracy.
-        refit_mlp: Name of the column with the refitted MLP's accuracy, drawn dotted where there is one.
-        baseline: Name of the column with the baseline.
-        names: How to call the conditions in the legend.
         metric: What dropped, for the axis title.
         percent: The drop is a fraction of 1, shown in percentage points. False: shown in the unit that
             ``metric`` names.
@@ -103,33 +81,30 @@ def ablation(
         ['probe subspace', 'random, equal rank (3 draws)']
     """
     who = "ablation"
-    df = style.ordered(style.frame(data, [x, drop, condition], who), x, who)
-    called = {**CONDITIONS, **(names or {})}
-    parts = {name: (called.get(name, name), part) for name, part in style.groups(df, condition)}
-    bands = set(controls) if controls is not None else {name for name in parts if name.startswith("random")}
+    df = style.ordered(style.frame(data, ["layer", "drop", "condition"], who), "layer", who)
+    parts = {name: (CONDITIONS.get(name, name), part) for name, part in style.groups(df, "condition")}
+    bands = {name for name in parts if name.startswith("random")}
     subspaces = [entry for name, entry in parts.items() if name not in bands]
     for _, part in subspaces:
-        advice = "Give one model and one label, seeds averaged; controls= names the random ones."
-        style.unique(part, [x], who, advice)
+        style.unique(part, ["layer"], who, "Give one model and one label, and average over seeds.")
     refitted = [
         (label, part)
         for label, part in subspaces
-        if any(v is not None for v in style.numbers(part, refit, who))
+        if any(v is not None for v in style.numbers(part, "refit_accuracy", who))
     ]
     # The lower panel has a legend of its own, which needs a line for each entry on a phone.
-    entries = 2 + len(refitted) * (2 if refit_mlp in df.columns else 1)
+    entries = 2 + len(refitted) * (2 if "refit_mlp_accuracy" in df.columns else 1)
     fig = style.panels([250, 230] if refitted else [320], title=title, gap=20 * entries + 22)
-    cost = _Cost(fig, x, (drop, lo, hi), f"{metric} drop", percent, style.layer_names(df, x, who))
+    cost = _Cost(fig, f"{metric} drop", percent, style.layer_names(df, "layer", who))
     said = [cost.subspace(label, part, i) for i, (label, part) in enumerate(subspaces)]
     said += [cost.control(*parts[name], i) for i, name in enumerate(n for n in parts if n in bands)]
     if refitted:
-        said += _refits(fig, refitted, x, (probe, refit, refit_mlp, baseline), cost.places)
+        said += _refits(fig, refitted, cost.places)
     fig.add_hline(y=0, line={"color": style.GREY, "width": 1}, row=1, col=1)
     fig.update_yaxes(title_text=f"{escape(metric)} drop" + (" (pp)" if percent else ""), row=1)
     fig.update_xaxes(**style.layer_ticks(cost.places))
     fig.update_xaxes(title_text="ablated layer (residual after block)", row=2 if refitted else 1)
-    kept = [x, "site", condition, "draw", "rank", drop, lo, hi, probe, refit, refit_mlp, baseline, "verdict"]
-    return style.finish(fig, "Ablation by layer. " + ". ".join(said) + ".", df, kept)
+    return style.finish(fig, "Ablation by layer. " + ". ".join(said) + ".", df, KEPT)
 
 
 @dataclass(frozen=True)
@@ -137,8 +112,6 @@ class _Cost:
     """The upper panel: what each ablation costs."""
 
     fig: go.Figure
-    x: str
-    columns: tuple[str, str, str]
     what: str
     percent: bool
     places: Mapping[float, str]
@@ -150,38 +123,37 @@ class _Cost:
 
     def line(self, part: pd.DataFrame, name: str, y: Any, lo: Any, hi: Any, **look: Any) -> str:
         say = "{:.1f} pp".format if self.percent else "{:.4g}".format
-        x = list(dict.fromkeys(style.defined(part, self.x, "ablation")))
+        x = list(dict.fromkeys(style.defined(part, "layer", "ablation")))
         return style.add_line(
             self.fig, x, y, lo=lo, hi=hi, name=name, where="layer", say=say, places=self.places, **look
         )
 
     def subspace(self, label: str, part: pd.DataFrame, index: int) -> str:
         """A line with its interval."""
-        value, lo, hi = (self.read(part, column) for column in self.columns)
+        value, lo, hi = (self.read(part, column) for column in ("drop", "lo", "hi"))
         color, marker = PALETTE[index % len(PALETTE)], style.MARKERS[index % len(style.MARKERS)]
         return self.line(part, label, value, lo, hi, what=self.what, color=color, marker=marker)
 
     def control(self, label: str, part: pd.DataFrame, index: int) -> str:
         """The mean of a control's draws, with a band over their range and a point for each."""
-        drop, *bounds = self.columns
-        part = part[[v is not None for v in self.read(part, drop)]]
-        layers = style.defined(part, self.x, "ablation")
+        part = part[[v is not None for v in self.read(part, "drop")]]
+        layers = style.defined(part, "layer", "ablation")
         by_layer = [part[[other == at for other in layers]] for at in dict.fromkeys(layers)]
-        draws = [[v for v in self.read(rows, drop) if v is not None] for rows in by_layer]
+        draws = [[v for v in self.read(rows, "drop") if v is not None] for rows in by_layer]
         most = max(map(len, draws), default=0)
         lo: list[float | None] = [min(d) for d in draws]
         hi: list[float | None] = [max(d) for d in draws]
         if most > 1:
             label = f"{label} ({most} draws)"
         else:
-            lo, hi = ([self.read(rows, column)[0] for rows in by_layer] for column in bounds)
+            lo, hi = ([self.read(rows, column)[0] for rows in by_layer] for column in ("lo", "hi"))
         color = style.GREY if index == 0 else PALETTE[(3 + index) % len(PALETTE)]
         mean = [sum(d) / len(d) for d in draws]
         said = self.line(part, label, mean, lo, hi, what=f"mean {self.what}", color=color, dash="dot")
         if most > 1:
             self.fig.add_scatter(
                 x=layers,
-                y=self.read(part, drop),
+                y=self.read(part, "drop"),
                 mode="markers",
                 marker={"color": style.rgba(color, 0.55), "size": 4},
                 hoverinfo="skip",
@@ -196,8 +168,6 @@ class _Cost:
 def _refits(
     fig: go.Figure,
     refitted: list[tuple[str, pd.DataFrame]],
-    x: str,
-    columns: tuple[str, str, str, str],
     places: Mapping[float, str],
 ) -> list[str]:
     """The lower panel: the probe before, the refitted probes, the baseline."""
@@ -206,7 +176,7 @@ def _refits(
         y = style.numbers(part, column, "ablation")
         if all(v is None for v in y):
             return []
-        at = style.defined(part, x, "ablation")
+        at = style.defined(part, "layer", "ablation")
         return [
             style.add_line(
                 fig, at, y, name=name, where="layer", what="accuracy", say=style.percent,
@@ -214,17 +184,16 @@ def _refits(
             )
         ]  # fmt: skip
 
-    probe, refit, refit_mlp, baseline = columns
     first = refitted[0][1]
-    said = line(first, probe, "probe before ablation", color=PALETTE[2], marker="diamond")
+    said = line(first, "probe_accuracy", "probe before ablation", color=PALETTE[2], marker="diamond")
     for i, (label, part) in enumerate(refitted):
         alone = len(refitted) == 1
         about = "after ablation" if alone else f"after {label}"
-        look = {"color": PALETTE[3 if alone else i % len(PALETTE)], "notes": _verdicts(part, refit, baseline)}
+        look = {"color": PALETTE[3 if alone else i % len(PALETTE)], "notes": _verdicts(part)}
         marker = "triangle-up" if alone else style.MARKERS[i % len(style.MARKERS)]
-        said += line(part, refit, f"probe refitted {about}", marker=marker, **look)
-        said += line(part, refit_mlp, f"MLP refitted {about}", dash="dot", **look)
-    said += line(first, baseline, "baseline", color=style.GREY, dash="dash")
+        said += line(part, "refit_accuracy", f"probe refitted {about}", marker=marker, **look)
+        said += line(part, "refit_mlp_accuracy", f"MLP refitted {about}", dash="dot", **look)
+    said += line(first, "baseline", "baseline", color=style.GREY, dash="dash")
     top = fig.layout.yaxis2.domain[1] + 8 / fig.layout.height
     place = {"orientation": "h", "x": 0, "xanchor": "left", "y": top, "yanchor": "bottom", "tracegroupgap": 0}
     fig.update_layout(legend2=place)
@@ -232,9 +201,9 @@ def _refits(
     return said
 
 
-def _verdicts(part: pd.DataFrame, refit: str, baseline: str) -> list[str]:
+def _verdicts(part: pd.DataFrame) -> list[str]:
     """What the refit says at each layer, for the hover text."""
-    after, base = (style.numbers(part, column, "ablation") for column in (refit, baseline))
+    after, base = (style.numbers(part, column, "ablation") for column in ("refit_accuracy", "baseline"))
     verdicts = part["verdict"].tolist() if "verdict" in part.columns else [None] * len(part)
     notes = []
     for v, b, verdict in zip(after, base, verdicts):

@@ -28,10 +28,7 @@ BASELINES = {
 def layer_profile(
     data: Rows,
     *,
-    x: str = "layer",
     y: str = "accuracy",
-    lo: str = "lo",
-    hi: str = "hi",
     color: str | None = None,
     facet: str | None = None,
     baselines: Mapping[str, str] | None = None,
@@ -44,8 +41,7 @@ def layer_profile(
     Args:
         data: One row per (facet, colour, layer). Columns:
 
-            * ``x``: the layer, an int; -1 is the embedding and is labelled "embed", l is the residual after
-              block l.
+            * ``layer``: an int; -1 is the embedding and is labelled "embed", l is the residual after block l.
             * ``site`` (optional): the hook point; a layer whose site is the final norm is labelled "norm".
             * ``y``: the value, a fraction of 1 if ``percent``. NaN or None leaves a gap.
             * ``lo``, ``hi`` (optional): the bounds of its interval, drawn as a band.
@@ -54,10 +50,7 @@ def layer_profile(
               a panel is one grey dashed line; one that differs is a dashed line for each series, in its
               colour.
             * ``color``, ``facet`` (optional): names.
-        x: Name of the layer column.
         y: Name of the value column.
-        lo: Name of the lower-bound column.
-        hi: Name of the upper-bound column.
         color: Column that separates the lines, for example ``"model"``. None: one line.
         facet: Column that separates the panels, for example ``"label"``. None: one panel.
         baselines: Baseline columns and how to call them. Default: as above.
@@ -79,10 +72,10 @@ def layer_profile(
         >>> [trace.name for trace in layer_profile(rows).data]
         ['probe accuracy', 'majority class']
     """
-    columns = _Columns(x, y, lo, hi, color, facet, baselines)
+    columns = _Columns("layer", y, color, facet, baselines)
     fig, panels = _lines(data, "layer_profile", columns, y_label, percent, title)
-    rows = style.frame(data, [x], "layer_profile")
-    fig.update_xaxes(**style.layer_ticks(style.layer_names(rows, x, "layer_profile")))
+    rows = style.frame(data, ["layer"], "layer_profile")
+    fig.update_xaxes(**style.layer_ticks(style.layer_names(rows, "layer", "layer_profile")))
     fig.update_xaxes(title_text="layer (residual stream after block)", row=panels)
     return fig
 
@@ -90,33 +83,23 @@ def layer_profile(
 def length_curve(
     data: Rows,
     *,
-    x: str = "length",
     y: str = "accuracy",
-    lo: str = "lo",
-    hi: str = "hi",
     color: str | None = None,
     facet: str | None = None,
-    baselines: Mapping[str, str] | None = None,
     train_length: int | None = None,
     y_label: str = "accuracy",
-    percent: bool = True,
     title: str | None = None,
 ) -> go.Figure:
     """Accuracy by the length of the evaluated sequences, with the length of training marked.
 
     Args:
-        data: One row per (facet, colour, length): ``x`` an int in tokens, ``y``, ``lo``, ``hi``, baselines,
+        data: One row per (facet, colour, length): ``length`` an int in tokens, ``y``, ``lo``, ``hi``, baselines,
             ``color`` and ``facet`` as in ``layer_profile``.
-        x: Name of the length column.
-        y: Name of the value column.
-        lo: Name of the lower-bound column.
-        hi: Name of the upper-bound column.
+        y: Name of the value column, a fraction of 1 that is shown in per cent.
         color: Column that separates the lines, for example ``"model"``.
         facet: Column that separates the panels, for example ``"task"``.
-        baselines: Baseline columns and how to call them, as in ``layer_profile``.
         train_length: Length the models were trained at, in tokens; a dotted vertical line.
         y_label: Title of the vertical axis, without the unit.
-        percent: ``y`` is a fraction of 1, shown in per cent on an axis from 0 to 100.
         title: Shown above the figure.
 
     Returns:
@@ -130,8 +113,8 @@ def length_curve(
         >>> length_curve(rows, color="model", train_length=40).data[0].name
         'LSTM'
     """
-    columns = _Columns(x, y, lo, hi, color, facet, baselines)
-    fig, panels = _lines(data, "length_curve", columns, y_label, percent, title)
+    columns = _Columns("length", y, color, facet, None)
+    fig, panels = _lines(data, "length_curve", columns, y_label, True, title)
     fig.update_xaxes(title_text="sequence length (tokens)", row=panels)
     if train_length is not None:
         for row in range(1, panels + 1):
@@ -148,7 +131,6 @@ def length_curve(
 def training_curve(
     data: Rows,
     *,
-    x: str = "step",
     y: str | Sequence[str] = ("loss", "accuracy"),
     color: str | None = None,
     target: float | None = None,
@@ -157,9 +139,8 @@ def training_curve(
     """What training logged, one panel per quantity.
 
     Args:
-        data: One row per (colour, step). Columns: ``x``, the optimiser step, an int; each name in ``y``, NaN
+        data: One row per (colour, step). Columns: ``step`` of the optimiser, an int; each name in ``y``, NaN
             or None where that step logged nothing; ``color`` (optional).
-        x: Name of the step column.
         y: Columns to draw. One whose name contains "acc" is a fraction of 1 shown in per cent from 0 to 100;
             one whose name contains "loss" is in nats on a logarithmic axis.
         color: Column that separates the lines, for example ``"model"``.
@@ -180,7 +161,7 @@ def training_curve(
         >>> training_curve(rows, target=0.99).layout.yaxis.type
         'log'
     """
-    who = "training_curve"
+    who, x = "training_curve", "step"
     names = [y] if isinstance(y, str) else list(y)
     if not names:
         raise InputError("training_curve: y names no column to draw")
@@ -232,8 +213,6 @@ class _Columns:
 
     x: str
     y: str
-    lo: str
-    hi: str
     color: str | None
     facet: str | None
     baselines: Mapping[str, str] | None
@@ -262,7 +241,7 @@ def _lines(
         spoken = []
         for name, series in style.groups(part, c.color):
             i = order.index(name)
-            y, lo, hi = (style.numbers(series, column, who) for column in (c.y, c.lo, c.hi))
+            y, lo, hi = (style.numbers(series, column, who) for column in (c.y, "lo", "hi"))
             spoken.append(
                 style.add_line(
                     fig,
@@ -289,7 +268,7 @@ def _lines(
         if percent:
             fig.update_yaxes(tickformat=".0%", range=[0, 1.03], row=row)
     alt = f"Line chart of {y_label} by {c.x}. " + " ".join(said)
-    return style.finish(fig, alt, df, [c.facet, c.color, c.x, "site", c.y, c.lo, c.hi, *known]), len(facets)
+    return style.finish(fig, alt, df, [c.facet, c.color, c.x, "site", c.y, "lo", "hi", *known]), len(facets)
 
 
 def _baseline(
