@@ -20,10 +20,10 @@ from probelens.adapters.hf import mixers as _mamba
 from probelens.adapters.hf.blocks import join
 from probelens.adapters.mamba_ssm_files import load as load_checkpoint
 from probelens.errors import InputError
-from probelens.hooks.adapter import RESID, Adapter
+from probelens.hooks.adapter import Adapter
 from probelens.hooks.config import ModelConfig, StopForward
-from probelens.hooks.forwards import refuse_replaced_forward, swapped_forward
-from probelens.hooks.points import HookPoint
+from probelens.hooks.forwards import device_of, refuse_replaced_forward, swapped_forward
+from probelens.hooks.points import RESID, HookPoint
 from probelens.hooks.switchboard import Switchboard, Tap
 from probelens.kernels.ssm import is_mamba2, mamba2_mixer, mamba_mixer
 
@@ -204,7 +204,7 @@ class MambaSSM(Adapter):
     def starting_at(self, layer: int, resid: Tensor) -> Iterator[None]:
         thread = threading.get_ident()
         if layer < len(self.blocks):
-            resid = resid.to(self.device_of(self.blocks[layer]) or resid.device)
+            resid = resid.to(device_of(self.module.get_submodule(self.blocks[layer])) or resid.device)
 
         def passing(native: Callable[..., Any], index: int) -> Callable[..., Any]:
             def forward(hidden: Tensor, residual: Tensor | None = None, **kw: Any) -> Any:

@@ -15,10 +15,10 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from probelens.adapters.hf.decoder import is_hf
 from probelens.errors import InputError
-from probelens.hooks.adapter import NOTES, RESID, Adapter
+from probelens.hooks.adapter import Adapter
 from probelens.hooks.config import Call, ModelConfig, StopForward
-from probelens.hooks.forwards import refuse_replaced_forward, swapped_forward
-from probelens.hooks.points import HookPoint
+from probelens.hooks.forwards import device_of, refuse_replaced_forward, swapped_forward
+from probelens.hooks.points import NOTES, RESID, HookPoint
 from probelens.hooks.switchboard import Tap
 from probelens.hooks.wrapping import own_layers, unadapted
 from probelens.kernels.rnn import rnn_forward, rnn_points
@@ -247,7 +247,7 @@ class TorchRNN(Adapter):
             if layer >= len(self.layers):
                 stack.enter_context(self._skipped(self.instrumented_paths(), thread))
                 path = self.after_blocks()
-                resid = resid.to(self.device_of(path) or resid.device)
+                resid = resid.to(device_of(self.module.get_submodule(path)) or resid.device)
                 handle = self.module.get_submodule(path).register_forward_pre_hook(
                     lambda m, args: (resid, *args[1:]) if threading.get_ident() == thread else None,
                     prepend=True,
@@ -256,7 +256,7 @@ class TorchRNN(Adapter):
                 yield
                 return
             path, j = self.layers[layer]
-            resid = resid.to(self.device_of(path) or resid.device)
+            resid = resid.to(device_of(self.module.get_submodule(path)) or resid.device)
             paths = self.instrumented_paths()
             stack.enter_context(self._skipped(paths[: paths.index(path)], thread))
             rnn = self._rnn(path)

@@ -16,9 +16,7 @@ MOST_FILES, MOST_LINES, MOST_AT_THE_TOP = 17, 450, 5
 # Still to be mended. The list may only shrink.
 YET = {
     "adapters.nnsight imports probelens",
-    "hooks.adapter is too long",
     "hooks.model is too long",
-    "hooks.switchboard is too long",
     "probelens/hooks has too many files",
     "tasks.base is too long",
 }

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from probelens.errors import InputError
 from probelens.hooks.adapter import Adapter
-from probelens.hooks.forwards import refuse_replaced_forward, replaced_forward, swapped_forward
+from probelens.hooks.forwards import device_of, refuse_replaced_forward, replaced_forward, swapped_forward
 from probelens.hooks.points import HookPoint
 from probelens.hooks.switchboard import Tap
 from probelens.hooks.trials import fingerprint
@@ -57,7 +57,7 @@ def faster_mixers(adapter: Adapter, paths: list[str]) -> list[str]:
     """Of these mixers, those that the reference forward runs faster: all on a CPU, where there are no kernels."""
     return [
         path for path in paths
-        if adapter.device_of(path) == torch.device("cpu")
+        if device_of(adapter.module.get_submodule(path)) == torch.device("cpu")
         and replaced_forward(adapter.module.get_submodule(path), PACKAGES, METHODS) is None
     ]  # fmt: skip
 

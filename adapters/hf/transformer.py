@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from probelens.adapters.hf import attention as _attention
 from probelens.adapters.hf.blocks import ATTENTION, BlockParts, first_child, join, parts_of, uses_interface
 from probelens.adapters.hf.decoder import HFAdapter, is_hf
+from probelens.hooks.forwards import attach_to_module
 from probelens.hooks.points import HookPoint, in_block
-from probelens.hooks.switchboard import Switchboard, Tap, attach_to_module
+from probelens.hooks.switchboard import Switchboard, Tap
 
 if TYPE_CHECKING:
     from probelens.hooks.model import HookedModel
@@ -222,4 +223,4 @@ def _attach_unflattened(switchboard: Switchboard, point: HookPoint, block: nn.Mo
         shapes[threading.get_ident()] = (hidden.shape[0], hidden.shape[1])
 
     handle = block.register_forward_pre_hook(note, with_kwargs=True, prepend=True)
-    return [handle, *attach_to_module(_Unflattened(switchboard, shapes), point)]  # type: ignore[arg-type]
+    return [handle, *attach_to_module(_Unflattened(switchboard, shapes), point)]

@@ -7,31 +7,28 @@ points, calls the model, and knows how to start at or stop before a block.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from probelens.errors import InputError, ShapeError
-from probelens.hooks.config import Call, ModelConfig, StopForward, tokenized
-from probelens.hooks.forwards import called_with, execution_device, passed_over, stopped_before
-from probelens.hooks.points import HookPoint, Site, pick
-from probelens.hooks.switchboard import Switchboard, Tap, attach_to_module
+from probelens.errors import InputError
+from probelens.hooks.config import Call, ModelConfig, pick, tokenized
+from probelens.hooks.forwards import (
+    attach_to_module,
+    called_with,
+    device_of,
+    length_of_output,
+    passed_over,
+    stopped_before,
+)
+from probelens.hooks.points import NOTES, HookPoint, boundary, interior
+from probelens.hooks.switchboard import Switchboard, Tap
 
 __all__ = ["Adapter"]
-
-RESID = ("batch", "pos", "d_model")
-NOTES = {
-    "embed": "output of the token embedding, before positions are added to it",
-    "resid_pre": "residual stream entering the block; an edit reaches this block and all after it",
-    "resid_post": "residual stream leaving the block; an edit reaches all blocks after it",
-    "ln_final_in": "residual stream after the last block",
-    "ln_final_out": "residual stream after the final norm",
-    "unembed_in": "what the logits are read from",
-    "unembed_out": "logits; an edit is what the model returns, unless it caps them afterwards",
-}
 
 
 class Adapter:
@@ -64,7 +61,6 @@ class Adapter:
         self.cfg = ModelConfig(n_layers=0, d_model=0)
         self.tokenizer: Any = None
         self._block_outputs: int | None = None
-        self._accepted: set[str] | None = None
 
     @classmethod
     def matches(cls, module: Any) -> bool:
@@ -110,12 +106,10 @@ class Adapter:
         out: list[HookPoint] = []
         for part, axis in (("ln_final", "d_model"), ("unembed", "d_vocab")):
             if part in self.parts:
-                path = self.parts[part]
-                into, outof = NOTES[f"{part}_in"], NOTES[f"{part}_out"]
-                out.append(self.boundary(f"{part}.hook_in", path, "in", note=into))
-                out.append(
-                    self.boundary(f"{part}.hook_out", path, "out", axes=("batch", "pos", axis), note=outof)
-                )
+                path, axes = self.parts[part], ("batch", "pos", axis)
+                out.append(self.boundary(f"{part}.hook_in", path, "in", note=NOTES[f"{part}_in"]))
+                note = NOTES[f"{part}_out"]
+                out.append(self.boundary(f"{part}.hook_out", path, "out", axes=axes, note=note))
         return out
 
     def block_points(self, layer: int, path: str) -> list[HookPoint]:
@@ -186,45 +180,8 @@ class Adapter:
         """
         return attach_to_module(switchboard, point)
 
-    def boundary(
-        self, name: str, path: str, side: Any, *, axes: Sequence[str] = RESID,
-        aliases: Sequence[str] = (), note: str = "", **site: Any,
-    ) -> HookPoint:  # fmt: skip
-        """A hook point at a module's input ("in") or output ("out").
-
-        Args:
-            name: Canonical name.
-            path: Module path below the wrapped module.
-            side: "in" for an argument, "out" for the return value.
-            axes: Names of the axes of the tensor that a hook gets.
-            aliases: Other names for the same point.
-            note: What a reader should know.
-            site: Further fields of ``Site``, such as ``index`` or ``heads``.
-
-        Returns:
-            The point.
-        """
-        where = Site(path, side, **site)
-        return HookPoint(name, "boundary", tuple(axes), path, tuple(aliases), where, note=note)
-
-    def interior(
-        self, name: str, path: str, *, axes: Sequence[str], aliases: Sequence[str] = (),
-        step: bool = False, note: str = "",
-    ) -> HookPoint:  # fmt: skip
-        """A hook point inside the forward of the module at ``path``.
-
-        Args:
-            name: Canonical name.
-            path: Path of the module in whose forward it lies.
-            axes: Names of the axes of the tensor that a hook gets.
-            aliases: Other names for the same point.
-            step: True for recurrent state: the hook is called once per position.
-            note: What a reader should know.
-
-        Returns:
-            The point.
-        """
-        return HookPoint(name, "interior", tuple(axes), path, tuple(aliases), None, step, note)
+    boundary = staticmethod(boundary)
+    interior = staticmethod(interior)
 
     def instrument(self, path: str, tap: Tap) -> contextlib.AbstractContextManager[None]:
         """Swap in the instrumented forward of one module while the context lasts.
@@ -246,18 +203,13 @@ class Adapter:
         return []
 
     def required_paths(self) -> list[str]:
-        """Modules that can't run their own forward here, so that every run uses the instrumented one.
-
-        Returns:
-            Module paths; none by default.
-        """
+        """Modules that can't run their own forward here, so that every run uses the instrumented one. None by default."""
         return []
 
     def faster_paths(self) -> list[str]:
         """Modules whose instrumented forward gives the numbers of their own up to rounding, in less time here.
 
-        Returns:
-            Module paths; collecting and sweeps run them so. None by default.
+        Collecting and sweeps run them so. None by default.
         """
         return []
 
@@ -276,29 +228,17 @@ class Adapter:
             if point.kind == "interior" and point.module == path
         }
 
-    @property
+    @functools.cached_property
     def all_points(self) -> list[HookPoint]:
         """``points()``, made once."""
-        if not hasattr(self, "_points"):
-            self._points = self.points()
-        return self._points
+        return self.points()
 
     # -- calling the model ---------------------------------------------------------------------
 
     def device(self) -> torch.device:
-        """Where the inputs go: the device of the embedding, else of the first parameter."""
-        return self.device_of(self.parts.get("embed", "")) or self.device_of("") or torch.device("cpu")
-
-    def device_of(self, path: str) -> torch.device | None:
-        """Where the module at ``path`` runs: the device of its first parameter; None if it has none.
-
-        Args:
-            path: Module path.
-
-        Returns:
-            The device, for weights that accelerate offloaded the one on which they will run; or None.
-        """
-        return _device_of(self.module.get_submodule(path))
+        """Where the inputs go: the device of the embedding, otherwise of the first parameter."""
+        places = (device_of(self.module.get_submodule(path)) for path in (self.parts.get("embed", ""), ""))
+        return next(filter(None, places), torch.device("cpu"))
 
     def blocks_with(self, path: str) -> list[int]:
         """The blocks that a module is, or lies in.
@@ -319,14 +259,9 @@ class Adapter:
             keyword: Name of an argument.
 
         Returns:
-            True also where the forward takes any keyword.
+            True where it is an argument by name; a forward that takes any keyword may ignore it.
         """
-        if self._accepted is None:
-            found = inspect.signature(type(self.module).forward).parameters
-            self._accepted = set(found)
-            if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.values()):
-                self._accepted.add("**")
-        return keyword in self._accepted
+        return keyword in _arguments(type(self.module).forward)
 
     def tokenize(self, texts: list[str], prepend_bos: bool | None) -> tuple[Tensor, Tensor | None]:
         """Token ids of texts, padded to the longest.
@@ -473,18 +408,16 @@ class Adapter:
             f"so it can't stop after block {len(self.blocks) - 1}"
         )
 
-    @contextlib.contextmanager
-    def stopping_at(self, layer: int) -> Iterator[None]:
+    def stopping_at(self, layer: int) -> contextlib.AbstractContextManager[None]:
         """End the forward where block ``layer`` (or what follows the last one) would begin.
 
         Args:
             layer: Block before which the forward ends; the number of blocks for after the last.
 
-        Yields:
-            Nothing; a forward inside the block raises ``StopForward``, which carries the residual.
+        Returns:
+            A context; a forward inside it raises ``StopForward``, which carries the residual.
         """
-        with stopped_before(self._block_or_readout(layer), f"residual entering block {layer}"):
-            yield
+        return stopped_before(self._block_or_readout(layer), f"residual entering block {layer}")
 
     @contextlib.contextmanager
     def starting_at(self, layer: int, resid: Tensor) -> Iterator[None]:
@@ -499,40 +432,19 @@ class Adapter:
         """
         module = self._block_or_readout(layer)
         skipped = [self.module.get_submodule(path) for path in self.blocks[:layer]]
-        resid = resid.to(_device_of(module) or resid.device)
-        with passed_over(skipped, self._outputs_of_block() if layer else 0), called_with(module, resid):
+        if skipped and self._block_outputs is None:
+            call = self.call(torch.zeros(1, 1, dtype=torch.long, device=self.device()), None, {})
+            with self.stopping_at(1):
+                self._block_outputs = length_of_output(skipped[0], lambda: self.run(call))
+        resid = resid.to(device_of(module) or resid.device)
+        with passed_over(skipped, self._block_outputs or 0), called_with(module, resid):
             yield
 
     def _block_or_readout(self, layer: int) -> nn.Module:
         path = self.blocks[layer] if layer < len(self.blocks) else self.after_blocks()
         return self.module.get_submodule(path)
 
-    def _outputs_of_block(self) -> int:
-        # Blocks return a tensor (0 here) or a tuple of some length, depending on the class and on the
-        # transformers version; the loop around them expects that, so look once at what one returns.
-        if self._block_outputs is None:
-            seen: list[int] = []
-            block = self.module.get_submodule(self.blocks[0])
-            handle = block.register_forward_hook(
-                lambda m, a, out: seen.append(len(out) if isinstance(out, tuple) else 0)
-            )
-            call = self.call(torch.zeros(1, 1, dtype=torch.long, device=self.device()), None, {})
-            try:
-                with torch.no_grad(), self.stopping_at(min(1, len(self.blocks))):
-                    self.run(call)
-            except StopForward:
-                pass
-            finally:
-                handle.remove()
-            if not seen:
-                raise ShapeError(f"block {self.blocks[0]!r} wasn't called by the model's forward")
-            self._block_outputs = seen[0]
-        return self._block_outputs
 
-
-def _device_of(module: nn.Module) -> torch.device | None:
-    found = next(module.parameters(), None)
-    if found is None:
-        return None
-    offloaded = execution_device(module) if found.device.type == "meta" else None
-    return offloaded or found.device
+@functools.cache
+def _arguments(forward: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError, ShapeError, UnknownHookError, elsewhere
+from probelens.hooks.forwards import device_of
 from probelens.hooks.points import At, HookPoint
 from probelens.hooks.protocol import Wrapped
 from probelens.hooks.shorthand import Names, NameTable
@@ -262,7 +263,8 @@ class ActivationCache(Mapping[str, Tensor]):
             if self.model is None or "ln_final" not in self.model.adapter.parts:
                 raise InputError("apply_ln needs a model with a final norm; this one has none")
             path = self.model.adapter.parts["ln_final"]
-            norm, place = self.model.module.get_submodule(path), self.model.adapter.device_of(path)
+            norm = self.model.module.get_submodule(path)
+            place = device_of(norm)
             with torch.no_grad():
                 stacked = norm(stacked.to(place or stacked.device)).to(stacked.device)
         return (stacked, labels) if return_labels else stacked

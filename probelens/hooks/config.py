@@ -1,16 +1,19 @@
-"""Sizes of a wrapped model, and one call of the user's module: its arguments, tokens, mask and loss."""
+"""Sizes of a wrapped model, and one call of a module: its arguments, tokens and loss, and the tensors that go in and out."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
-from probelens.errors import InputError
+from probelens.errors import InputError, ShapeError
 
-__all__ = ["Call", "ModelConfig", "StopForward", "tokenized"]
+__all__ = ["Call", "ModelConfig", "StopForward", "first_argument", "pick", "put", "tokenized"]
 
 
 @dataclass
@@ -153,3 +156,93 @@ def tokenized(
         tokens.append([pad] * gap + row if left else row + [pad] * gap)
         mask.append([0] * gap + [1] * len(row) if left else [1] * len(row) + [0] * gap)
     return torch.tensor(tokens, device=device), torch.tensor(mask, device=device)
+
+
+def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> int | str:
+    """Position or keyword of the first tensor among a call's arguments.
+
+    Args:
+        args: Positional arguments of a call.
+        kwargs: Keyword arguments of a call.
+        name: Hook point, for the message.
+
+    Returns:
+        A number for a positional argument, a string for a keyword.
+
+    Raises:
+        ShapeError: There is no tensor among them.
+    """
+    for i, value in enumerate(args):
+        if isinstance(value, (Tensor, PackedSequence)):
+            return i
+    for key, value in kwargs.items():
+        if isinstance(value, (Tensor, PackedSequence)):
+            return key
+    raise ShapeError(f"hook point {name!r}: its module was called without any tensor argument")
+
+
+def pick(output: Any, index: int | str | None, name: str = "output") -> Any:
+    """The tensor among a module's outputs: itself, an element of a tuple, or an entry of a mapping.
+
+    Args:
+        output: What a module returned.
+        index: Which element; None for the first tensor.
+        name: Hook point, for the message.
+
+    Returns:
+        The tensor, or packed sequence.
+
+    Raises:
+        ShapeError: There is no tensor to hook.
+    """
+    if index is None:
+        if isinstance(output, (Tensor, PackedSequence)):
+            return output
+        items = output.values() if isinstance(output, Mapping) else output
+        if isinstance(items, Iterable):
+            for item in items:
+                if isinstance(item, (Tensor, PackedSequence)):
+                    return item
+    elif not isinstance(output, Tensor):
+        found = output[index]
+        if isinstance(found, (Tensor, PackedSequence)):
+            return found
+    elif index == 0:
+        return output
+    raise ShapeError(
+        f"hook point {name!r}: its module returned a {type(output).__name__}"
+        f"{'' if index is None else f' with nothing at {index!r}'}, and hooks see tensors only"
+    )
+
+
+def put(output: Any, index: int | str | None, new: Any) -> Any:
+    """A module's output with the tensor that ``pick`` finds replaced; the original is left alone.
+
+    Args:
+        output: What a module returned.
+        index: Which element; None for the first tensor.
+        new: What stands there instead.
+
+    Returns:
+        The same kind of output, with ``new`` in it.
+
+    Raises:
+        ShapeError: A tuple was asked for an entry by name.
+    """
+    if isinstance(output, (Tensor, PackedSequence)) and not (
+        isinstance(output, PackedSequence) and index is not None
+    ):
+        return new
+    if isinstance(output, Mapping):
+        key = index
+        if key is None:
+            key = next(k for k, v in output.items() if isinstance(v, (Tensor, PackedSequence)))
+        changed = copy.copy(output)
+        changed[key] = new  # type: ignore[index]
+        return changed
+    items = list(output)
+    if isinstance(index, str):
+        raise ShapeError(f"a {type(output).__name__} has no entry {index!r}")
+    first = next(i for i, v in enumerate(items) if isinstance(v, (Tensor, PackedSequence)))
+    items[first if index is None else index] = new
+    return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)

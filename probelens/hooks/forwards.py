@@ -13,17 +13,18 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from probelens.errors import InputError
-from probelens.hooks.config import StopForward
-from probelens.hooks.points import pick, put
+from probelens.errors import InputError, ShapeError
+from probelens.hooks.config import StopForward, first_argument, pick, put
+from probelens.hooks.points import HookPoint, version_of
 
 __all__ = [
-    "called_with", "eager", "execution_device", "hold", "hooked_by_hand", "is_swapped", "need_data", "passed_over",
+    "attach_to_module", "called_with", "device_of", "eager", "execution_device", "hold", "hooked_by_hand", "is_swapped", "length_of_output",  "passed_over",
     "refuse_replaced_forward", "release", "replaced_forward", "stopped_before", "stored", "swapped_forward", "with_weights",
 ]  # fmt: skip
 
@@ -156,6 +157,15 @@ def execution_device(module: nn.Module) -> torch.device | None:
     return None
 
 
+def device_of(module: nn.Module) -> torch.device | None:
+    """Where a module runs: the device of its first parameter, or of an offloaded one when it runs; None without any."""
+    found = next(module.parameters(), None)
+    if found is None:
+        return None
+    offloaded = execution_device(module) if found.device.type == "meta" else None
+    return offloaded or found.device
+
+
 def with_weights(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """A forward that runs with the weights of the module and of all below it in place.
 
@@ -203,18 +213,80 @@ def stored(root: nn.Module, name: str) -> Tensor | None:
     return None if kept is None else torch.as_tensor(kept[leaf])
 
 
-def need_data(name: str, weight: Tensor) -> Tensor:
-    """The weight, if it holds numbers.
+# -- hooks on a module -----------------------------------------------------------------------------
 
-    Raises:
-        InputError: It is on the meta device.
+
+class Fires(Protocol):
+    """What calls the hooks at the points of a module: a ``Switchboard``."""
+
+    root: nn.Module
+
+    def fire(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor, or what the hooks at this point made of it."""
+
+
+def attach_to_module(switchboard: Fires, point: HookPoint) -> list[Any]:
+    """PyTorch hooks on the module at ``point.site`` that fire the point.
+
+    Args:
+        switchboard: Whom to hand the tensor.
+        point: A boundary point.
+
+    Returns:
+        Their handles.
     """
-    if weight.device.type == "meta":
-        raise InputError(
-            f"weight {name!r} isn't in memory: it is offloaded, or the model has no weights (device 'meta'). "
-            "Load the model without device_map, or with one that keeps this part on a device."
-        )
-    return weight
+    name, site = point.name, point.site
+    assert site is not None, f"{name!r} is a boundary point without a site"
+    module = switchboard.root.get_submodule(site.path)
+    moved: dict[int, Tensor] = {}
+
+    def fire(value: Tensor | PackedSequence) -> tuple[bool, Any]:
+        # What an interrupted forward left here must not reach the next one.
+        moved.pop(threading.get_ident(), None)
+        tensor = value if isinstance(value, Tensor) else pad_packed_sequence(value, batch_first=True)[0]
+        seen = site.to_hook(tensor) if isinstance(value, Tensor) else tensor
+        version = version_of(seen)
+        new = switchboard.fire(name, seen)
+        if new is seen:
+            # What a hook writes into a view reaches the model; what it writes into a copy is put back.
+            copied = site.scale != 1 or not isinstance(value, Tensor)
+            if not copied or (version is not None and version_of(seen) == version):
+                return False, value
+        if isinstance(value, Tensor):
+            back = site.from_hook(new)
+            if site.carry is not None:
+                moved[threading.get_ident()] = back - value
+            return True, back
+        _, lengths = pad_packed_sequence(value, batch_first=True)
+        return True, pack_padded_sequence(new, lengths, batch_first=True, enforce_sorted=False)
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = site.index if site.index is not None else first_argument(args, kwargs, name)
+        if isinstance(key, int):
+            changed, new = fire(args[key])
+            return ((*args[:key], new, *args[key + 1 :]), kwargs) if changed else None
+        changed, new = fire(kwargs[key])
+        return (args, {**kwargs, key: new}) if changed else None
+
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        changed, new = fire(pick(output, site.index, name))
+        return put(output, site.index, new) if changed else None
+
+    def carry(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        delta = moved.pop(threading.get_ident(), None)
+        if delta is None:
+            return None
+        whole = pick(output, None, name)
+        return put(output, None, whole + delta.view_as(whole))
+
+    if site.side == "out":
+        return [module.register_forward_hook(after, with_kwargs=True)]
+    handles = [module.register_forward_pre_hook(before, with_kwargs=True)]
+    if site.carry is not None:
+        # Before the other hooks there: hook_resid_post must see the moved output.
+        block = switchboard.root.get_submodule(site.carry)
+        handles.append(block.register_forward_hook(carry, with_kwargs=True, prepend=True))
+    return handles
 
 
 # -- a part of a model -------------------------------------------------------------------------------
@@ -295,6 +367,35 @@ def passed_over(blocks: Iterable[nn.Module], outputs: int) -> Iterator[None]:
         for block in blocks:
             stack.enter_context(swapped_forward(block, passing(block.forward), False))
         yield
+
+
+def length_of_output(module: nn.Module, run: Callable[[], Any]) -> int:
+    """How many values a module returns, which the loop around a model's blocks expects of each.
+
+    Args:
+        module: The module.
+        run: Runs the model, at least as far as the module.
+
+    Returns:
+        Length of the tuple; 0 for a tensor.
+
+    Raises:
+        ShapeError: The run doesn't call the module.
+    """
+    seen: list[int] = []
+    handle = module.register_forward_hook(
+        lambda m, args, out: seen.append(len(out) if isinstance(out, tuple) else 0)
+    )
+    try:
+        with torch.no_grad():
+            run()
+    except StopForward:
+        pass
+    finally:
+        handle.remove()
+    if not seen:
+        raise ShapeError(f"a {type(module).__name__} of the blocks wasn't called by the model's forward")
+    return seen[0]
 
 
 # -- without compiled code ---------------------------------------------------------------------------

@@ -1,32 +1,29 @@
-"""Hook points: named tensors of a model, hooks limited to positions of them, and how to find them in a call."""
+"""Hook points: named tensors of a model, and hooks limited to positions of them."""
 
 from __future__ import annotations
 
-import copy
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from probelens.errors import InputError, ShapeError
 
-__all__ = [
-    "At",
-    "Direction",
-    "HookFn",
-    "HookPoint",
-    "Site",
-    "at",
-    "first_argument",
-    "in_block",
-    "pick",
-    "put",
-]
+__all__ = ["At", "Direction", "HookFn", "HookPoint", "Site", "at", "boundary", "in_block", "interior"]
 
+RESID = ("batch", "pos", "d_model")
+NOTES = {
+    "embed": "output of the token embedding, before positions are added to it",
+    "resid_pre": "residual stream entering the block; an edit reaches this block and all after it",
+    "resid_post": "residual stream leaving the block; an edit reaches all blocks after it",
+    "ln_final_in": "residual stream after the last block",
+    "ln_final_out": "residual stream after the final norm",
+    "unembed_in": "what the logits are read from",
+    "unembed_out": "logits; an edit is what the model returns, unless it caps them afterwards",
+}
 HookFn = Callable[..., "Tensor | None"]
 """A hook: `fn(tensor, hook)` returns the tensor to go on with, or None for no change."""
 Direction = Literal["fwd", "bwd"]
@@ -227,6 +224,48 @@ class HookPoint:
         return f"HookPoint({self.name!r}{where})"
 
 
+def boundary(
+    name: str, path: str, side: Any, *, axes: Sequence[str] = RESID,
+    aliases: Sequence[str] = (), note: str = "", **site: Any,
+) -> HookPoint:  # fmt: skip
+    """A hook point at a module's input ("in") or output ("out").
+
+    Args:
+        name: Canonical name.
+        path: Module path below the wrapped module.
+        side: "in" for an argument, "out" for the return value.
+        axes: Names of the axes of the tensor that a hook gets.
+        aliases: Other names for the same point.
+        note: What a reader should know.
+        site: Further fields of ``Site``, such as ``index`` or ``heads``.
+
+    Returns:
+        The point.
+    """
+    where = Site(path, side, **site)
+    return HookPoint(name, "boundary", tuple(axes), path, tuple(aliases), where, note=note)
+
+
+def interior(
+    name: str, path: str, *, axes: Sequence[str], aliases: Sequence[str] = (),
+    step: bool = False, note: str = "",
+) -> HookPoint:  # fmt: skip
+    """A hook point inside the forward of the module at ``path``.
+
+    Args:
+        name: Canonical name.
+        path: Path of the module in whose forward it lies.
+        axes: Names of the axes of the tensor that a hook gets.
+        aliases: Other names for the same point.
+        step: True for recurrent state: the hook is called once per position.
+        note: What a reader should know.
+
+    Returns:
+        The point.
+    """
+    return HookPoint(name, "interior", tuple(axes), path, tuple(aliases), None, step, note)
+
+
 def has_positions(point: HookPoint) -> bool:
     """Whether a point's tensor has an axis of positions, ``pos_axis``; taken for granted where no axes are known.
 
@@ -350,93 +389,3 @@ def checked(new: Any, old: Tensor, hook: HookPoint) -> Tensor:
     if new.dtype == old.dtype and new.device == old.device:
         return new
     return new.to(device=old.device, dtype=old.dtype)
-
-
-def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> int | str:
-    """Position or keyword of the first tensor among a call's arguments.
-
-    Args:
-        args: Positional arguments of a call.
-        kwargs: Keyword arguments of a call.
-        name: Hook point, for the message.
-
-    Returns:
-        A number for a positional argument, a string for a keyword.
-
-    Raises:
-        ShapeError: There is no tensor among them.
-    """
-    for i, value in enumerate(args):
-        if isinstance(value, (Tensor, PackedSequence)):
-            return i
-    for key, value in kwargs.items():
-        if isinstance(value, (Tensor, PackedSequence)):
-            return key
-    raise ShapeError(f"hook point {name!r}: its module was called without any tensor argument")
-
-
-def pick(output: Any, index: int | str | None, name: str = "output") -> Any:
-    """The tensor among a module's outputs: itself, an element of a tuple, or an entry of a mapping.
-
-    Args:
-        output: What a module returned.
-        index: Which element; None for the first tensor.
-        name: Hook point, for the message.
-
-    Returns:
-        The tensor, or packed sequence.
-
-    Raises:
-        ShapeError: There is no tensor to hook.
-    """
-    if index is None:
-        if isinstance(output, (Tensor, PackedSequence)):
-            return output
-        items = output.values() if isinstance(output, Mapping) else output
-        if isinstance(items, Iterable):
-            for item in items:
-                if isinstance(item, (Tensor, PackedSequence)):
-                    return item
-    elif not isinstance(output, Tensor):
-        found = output[index]
-        if isinstance(found, (Tensor, PackedSequence)):
-            return found
-    elif index == 0:
-        return output
-    raise ShapeError(
-        f"hook point {name!r}: its module returned a {type(output).__name__}"
-        f"{'' if index is None else f' with nothing at {index!r}'}, and hooks see tensors only"
-    )
-
-
-def put(output: Any, index: int | str | None, new: Any) -> Any:
-    """A module's output with the tensor that ``pick`` finds replaced; the original is left alone.
-
-    Args:
-        output: What a module returned.
-        index: Which element; None for the first tensor.
-        new: What stands there instead.
-
-    Returns:
-        The same kind of output, with ``new`` in it.
-
-    Raises:
-        ShapeError: A tuple was asked for an entry by name.
-    """
-    if isinstance(output, (Tensor, PackedSequence)) and not (
-        isinstance(output, PackedSequence) and index is not None
-    ):
-        return new
-    if isinstance(output, Mapping):
-        key = index
-        if key is None:
-            key = next(k for k, v in output.items() if isinstance(v, (Tensor, PackedSequence)))
-        changed = copy.copy(output)
-        changed[key] = new  # type: ignore[index]
-        return changed
-    items = list(output)
-    if isinstance(index, str):
-        raise ShapeError(f"a {type(output).__name__} has no entry {index!r}")
-    first = next(i for i, v in enumerate(items) if isinstance(v, (Tensor, PackedSequence)))
-    items[first if index is None else index] = new
-    return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)

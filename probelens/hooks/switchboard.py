@@ -12,23 +12,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from probelens.errors import HookNotFiredError, InputError, noted
 from probelens.hooks.forwards import eager, hold, release
-from probelens.hooks.points import (
-    At,
-    Direction,
-    HookFn,
-    HookPoint,
-    checked,
-    first_argument,
-    pick,
-    put,
-    version_of,
-)
+from probelens.hooks.points import At, Direction, HookFn, HookPoint, checked
 
-__all__ = ["Entry", "Reach", "Switchboard", "Tap", "attach_to_module", "check_fired"]
+__all__ = ["Entry", "Reach", "Switchboard", "Tap", "check_fired"]
 
 
 class Entry:
@@ -386,62 +375,6 @@ class Switchboard:
                 return
             del self._instruments[path]
             context.__exit__(None, None, None)
-
-
-def attach_to_module(switchboard: Switchboard, point: HookPoint) -> list[Any]:
-    """PyTorch hooks on the module at ``point.site`` that fire the point; their handles."""
-    name, site = point.name, point.site
-    assert site is not None, f"{name!r} is a boundary point without a site"
-    module = switchboard.root.get_submodule(site.path)
-    moved: dict[int, Tensor] = {}
-
-    def fire(value: Tensor | PackedSequence) -> tuple[bool, Any]:
-        # What an interrupted forward left here must not reach the next one.
-        moved.pop(threading.get_ident(), None)
-        tensor = value if isinstance(value, Tensor) else pad_packed_sequence(value, batch_first=True)[0]
-        seen = site.to_hook(tensor) if isinstance(value, Tensor) else tensor
-        version = version_of(seen)
-        new = switchboard.fire(name, seen)
-        if new is seen:
-            # What a hook writes into a view reaches the model; what it writes into a copy is put back.
-            copied = site.scale != 1 or not isinstance(value, Tensor)
-            if not copied or (version is not None and version_of(seen) == version):
-                return False, value
-        if isinstance(value, Tensor):
-            back = site.from_hook(new)
-            if site.carry is not None:
-                moved[threading.get_ident()] = back - value
-            return True, back
-        _, lengths = pad_packed_sequence(value, batch_first=True)
-        return True, pack_padded_sequence(new, lengths, batch_first=True, enforce_sorted=False)
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        key = site.index if site.index is not None else first_argument(args, kwargs, name)
-        if isinstance(key, int):
-            changed, new = fire(args[key])
-            return ((*args[:key], new, *args[key + 1 :]), kwargs) if changed else None
-        changed, new = fire(kwargs[key])
-        return (args, {**kwargs, key: new}) if changed else None
-
-    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        changed, new = fire(pick(output, site.index, name))
-        return put(output, site.index, new) if changed else None
-
-    def carry(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        delta = moved.pop(threading.get_ident(), None)
-        if delta is None:
-            return None
-        whole = pick(output, None, name)
-        return put(output, None, whole + delta.view_as(whole))
-
-    if site.side == "out":
-        return [module.register_forward_hook(after, with_kwargs=True)]
-    handles = [module.register_forward_pre_hook(before, with_kwargs=True)]
-    if site.carry is not None:
-        # Before the other hooks there: hook_resid_post must see the moved output.
-        block = switchboard.root.get_submodule(site.carry)
-        handles.append(block.register_forward_hook(carry, with_kwargs=True, prepend=True))
-    return handles
 
 
 def check_fired(entries: Iterable[Entry], *, backward: bool = True) -> None:

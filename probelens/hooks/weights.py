@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError, ShapeError, UnknownHookError, nearest
-from probelens.hooks.forwards import need_data
 from probelens.hooks.points import in_block
 from probelens.hooks.protocol import Wrapped
 
@@ -84,7 +83,7 @@ def edited_weights(model: Model, edits: Mapping[str, Callable[[Tensor], Tensor]]
                 raise InputError(
                     f"edit_weights takes functions of a tensor, got {type(fn).__name__} for {name!r}"
                 )
-            tensor = need_data(name, tensors[weight_name(model, name)])
+            tensor = _need_data(name, tensors[weight_name(model, name)])
             before = tensor.detach().clone()
             with torch.no_grad():
                 new = fn(before.clone())
@@ -106,3 +105,17 @@ def edited_weights(model: Model, edits: Mapping[str, Callable[[Tensor], Tensor]]
 def _tensors(model: Wrapped) -> dict[str, Tensor]:
     named = model.module.named_parameters(remove_duplicate=False)
     return {**dict(named), **dict(model.module.named_buffers(remove_duplicate=False))}
+
+
+def _need_data(name: str, weight: Tensor) -> Tensor:
+    """The weight, if it holds numbers.
+
+    Raises:
+        InputError: It is on the meta device.
+    """
+    if weight.device.type == "meta":
+        raise InputError(
+            f"weight {name!r} isn't in memory: it is offloaded, or the model has no weights (device 'meta'). "
+            "Load the model without device_map, or with one that keeps this part on a device."
+        )
+    return weight
