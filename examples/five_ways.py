@@ -30,7 +30,7 @@ USED, UNUSED, OPEN, NOT_SHOWN = "used", "not used", "undecided", "not shown"
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """One measured number: by whom, of what, and what a guess gets, for accuracies."""
+    """One measured number: who measured it, what it is, and for accuracies the guess to compare it with."""
 
     who: str
     what: str
@@ -109,7 +109,7 @@ def _ablated(row: dict[str, Any]) -> str:
 
 
 def _refit(row: dict[str, Any]) -> float:
-    """What the best of the refitted probes reads."""
+    """Accuracy of the best refitted probe."""
     return max(row["refit_accuracy"], row["refit_mlp_accuracy"], row["refit_position_accuracy"])
 
 
@@ -141,7 +141,7 @@ def case_unused() -> Case:
     bars = (
         usual("a probe reads z", accuracy, majority),
         here("answers lost without z", row["drop"]),
-        here("… without random subspaces", numbers["matched_drop"]),
+        here("… by variance-matched random subspaces", numbers["matched_drop"]),
         here("a refitted probe reads z", numbers["refit"], row["baseline"]),
         here("answers lost without y", other["drop"]),
     )
@@ -166,7 +166,7 @@ def case_twice() -> Case:
         usual("answers lost without the second component", drops[1]),
         here("answers lost without both", both["drop"]),
         here("answers lost without y, after both", row["drop"]),
-        here("… without random subspaces", numbers["matched_drop"]),
+        here("… by variance-matched random subspaces", numbers["matched_drop"]),
     )
     return Case("twice", "kept twice", USED, naive, by_drop(max(drops)), steps, bars, numbers)
 
@@ -215,7 +215,7 @@ def case_flipping() -> Case:
         usual("answers lost without what they read", row["drop"]),
         here("a probe at each position reads y", found.accuracy, row["position_baseline"]),
         here("answers lost without its direction", cut["drop"]),
-        here("… without random subspaces", numbers["line_matched_drop"]),
+        here("… by variance-matched random subspaces", numbers["line_matched_drop"]),
     )
     says = by_probe(row["probe_accuracy"], row["baseline"])
     return Case(
@@ -238,7 +238,7 @@ def case_spare() -> Case:
         usual("answers lost without the probe's direction", one["drop"]),
         here("a refitted probe still reads y", one["refit_accuracy"], one["baseline"]),
         here("answers lost when y is erased", row["drop"]),
-        here("… without random subspaces", numbers["matched_drop"]),
+        here("… by variance-matched random subspaces", numbers["matched_drop"]),
         here("a refitted probe reads y then", numbers["refit"], row["baseline"]),
     )
     title = "a direction is not the variable: removing it costs nothing"
@@ -255,7 +255,7 @@ def case_crowded() -> Case:
     bars = (
         usual("a probe reads z", read.accuracy(SITE), row["majority"]),
         usual("answers lost without the probe's subspace", row["drop"]),
-        here("… without random subspaces", numbers["matched_drop"]),
+        here("… by variance-matched random subspaces", numbers["matched_drop"]),
         here("a refitted MLP still reads z", row["refit_mlp_accuracy"], row["baseline"]),
     )
     title = "a direction is not the variable: removing it costs much"
@@ -315,7 +315,7 @@ def figure(case: Case) -> str:
     bottom = ROW * (rows + 1) + 8
     parts.append(f'<line x1="{LABEL}" x2="{LABEL}" y1="{ROW}" y2="{bottom}" stroke="{GREY}"/>')
     if any(bar.guess is not None for bar in case.bars):
-        parts.append(_text(LABEL, bottom + 18, "grey line: what a guess gets", INK, size=12))
+        parts.append(_text(LABEL, bottom + 18, "grey line: accuracy of a guess", INK, size=12))
     title = escape(f"{case.title}. " + "; ".join(spoken) + ".")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LABEL + WIDE + 50} {height}" role="img" '
@@ -335,7 +335,7 @@ def _text(
 
 
 def write_figures(found: list[Case], folder: Path) -> list[Path]:
-    """One SVG a case."""
+    """Write one SVG per case."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{case.key}.svg" for case in found]
     for case, path in zip(found, paths, strict=True):

@@ -18,7 +18,7 @@ SITE = "blocks.0.hook_resid_post"
 
 
 class Write(nn.Module):
-    """Adds x @ matrix to the stream, perhaps with a sign for each position."""
+    """Add x @ matrix to the residual stream, optionally with a sign for each position."""
 
     matrix: Tensor
 
@@ -33,7 +33,7 @@ class Write(nn.Module):
 
 
 class Writer(nn.Module):
-    """The first block: two components beside the residual stream, as in a Transformer."""
+    """The first block: two components that write to the residual stream, as in a Transformer."""
 
     def __init__(self, mixer: Write, mlp: Write) -> None:
         super().__init__()
@@ -96,14 +96,14 @@ def axes(seed: int = 0) -> Tensor:
 
 
 def nuisance(spread: Tensor, seed: int = 1) -> Tensor:
-    """What tokens differ in beside their variables: bounded, with a standard deviation for each axis. (NUISANCE, WIDTH)"""
+    """Bounded differences between tokens that carry no variable, with a standard deviation for each axis. (NUISANCE, WIDTH)"""
     gen = torch.Generator().manual_seed(seed)
     values = torch.rand(NUISANCE, WIDTH, generator=gen) - 0.5
     return (values - values.mean(0)) * 12**0.5 * spread
 
 
 def spread(quiet: dict[int, float]) -> Tensor:
-    """From much to little variance along the axes, but little where the model reads."""
+    """Standard deviations that fall along the axes, small where the model reads."""
     out = torch.linspace(5.0, 0.5, WIDTH)
     for axis, value in quiet.items():
         out[axis] = value
@@ -156,14 +156,14 @@ def entry(source: int, to: int, size: float = 1.0) -> Tensor:
 
 
 def unused() -> World:
-    """z lies open in the stream, and the second block reads y only."""
+    """z is in the residual stream, and the second block reads y only."""
     return world(
         {"y": (2, {8: 1.0}), "z": (2, {9: 2.0})}, {8: 0.25, 9: 0.5}, None, None, lambda x: x[..., 8], {}
     )
 
 
 def twice() -> World:
-    """Both components write y, and the second block is content with either copy."""
+    """Both components write y, and the second block needs only one of the copies."""
     return world(
         {"y": (2, {8: 1.0})}, {8: 0.25, 10: 0.05, 11: 0.05}, entry(8, 10), entry(8, 11),
         lambda x: x[..., 10].clamp(-0.5, 0.5) + x[..., 11].clamp(-0.5, 0.5), {},
@@ -180,7 +180,7 @@ def exclusive() -> World:
 
 
 def flipping() -> World:
-    """The first block turns the sign of y with the position, and the second, which knows the position, turns it back."""
+    """The first block flips the sign of y with the position, and the second, which knows the position, flips it back."""
     # The second component takes the token's own copy away, so that only the turning one is left.
     return world(
         {"y": (2, {8: 1.0})}, {8: 0.25, 10: 0.05}, entry(8, 10), entry(8, 8, -1.0),
@@ -189,7 +189,7 @@ def flipping() -> World:
 
 
 def spare() -> World:
-    """y is kept loud along one axis, which is read, and quiet along another, which a probe prefers."""
+    """y has large amplitude along one axis, which is read, and small amplitude along another, which a probe prefers."""
     return world(
         {"y": (2, {8: 4.0, 9: 1.0})}, {8: 0.5, 9: 0.1}, None, None, lambda x: x[..., 8], {}, turn=False
     )

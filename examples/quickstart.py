@@ -42,8 +42,8 @@ class Config:
         n_probe: Sequences for probes.
         n_ablate: Sequences for ablations.
         n_pairs: Clean/corrupted pairs for patching.
-        controls: Random subspaces beside each ablation, of each kind.
-        workers: Models trained at once; None for one a core.
+        controls: Random subspaces compared with each ablation, of each kind.
+        workers: Models trained at once; None for one per core.
     """
 
     out: str = "runs/quickstart"
@@ -80,7 +80,7 @@ def make_task() -> pl.tasks.Dyck:
 def train_model(
     config: Mapping[str, Any], folder: Path, status: Status
 ) -> tuple[pl.HookedModel, pl.training.TrainResult]:
-    """The trained model of one cell; an interrupted training goes on where it stopped."""
+    """The trained model of one cell; an interrupted training continues where it stopped."""
     task = make_task()
     formal = pl.models.FormalConfig.for_task(config["arch"], task, seed=config["seed"], embedding_std=1.0)
     model = pl.wrap(pl.models.build(formal))
@@ -142,7 +142,7 @@ def aligned(pairs: pl.PatchPairs, n: int) -> pl.PatchPairs:
 
 
 def tidy(config: Mapping[str, Any], training: Any, behaviour: Any, found: pl.Profile) -> list[dict[str, Any]]:
-    """Every number of a cell as rows, told apart by the column ``kind``."""
+    """Every number of a cell as rows, distinguished by the column ``kind``."""
     tables = {"training": training, "behaviour": behaviour, "probe": found.probes}
     tables |= {"ablation": list(found.ablations.values()), "patch": list(found.patches.items())}
     rows: list[dict[str, Any]] = []

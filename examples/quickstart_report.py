@@ -143,7 +143,7 @@ def _behaviour(cells: Sequence[Cell], config: Any) -> Section:
     charts = [
         Chart(
             plots.length_curve(by_length, color="model", train_length=config.length),
-            "Accuracy of the models' own answers by sequence length; 128 fresh sequences a length.",
+            "Accuracy of the models' own answers by sequence length; 128 fresh sequences of each length.",
             name="behaviour",
         ),
         Chart(

@@ -235,7 +235,7 @@ def profile(
 
 
 def _shallow(scores: Tensor, baseline: float, solved: float) -> ProfileIndices:
-    """What can be said of a model of one block: where the variable is, but not how it grows over layers."""
+    """The indices of a model of one block: readable or not, without a profile over layers."""
     accuracy = scores.double().mean(0)
     scale = max(1.0 - baseline, 1e-12)
     readability = ((accuracy - baseline) / scale).clamp(min=0.0).cummax(-1).values

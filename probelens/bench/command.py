@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EXAMPLES", "LONG", "SHORT", "add_options", "bench"]
 
-SHORT = "time the work of interpretability beside the usual ways to do it"
+SHORT = "compare the speed of probelens with other tools on the same work"
 LONG = (
     "Time probelens and its peers (TransformerLens, nnsight, scikit-learn, transformers, mambapy) on the same\n"
     "work, weights and inputs, in turn and on one thread, after comparing what they return. Times are medians of\n"

@@ -101,7 +101,7 @@ def curves(repeats: int = 3) -> Iterator[dict[str, Any]]:
 
 
 def plot(found: list[dict[str, Any]], path: Path) -> None:
-    """One panel a curve: an HTML file, or a picture by the path's suffix, which takes kaleido and a Chrome."""
+    """Draw one panel per curve: an HTML file, or a picture by the path's suffix, which takes kaleido and a Chrome."""
     import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 

@@ -30,7 +30,7 @@ from probelens.experiments.settings import configure, restore, unknown
 
 __all__ = ["main"]
 
-# What the user can mend by giving something else; the rest is a failure of the work.
+# Errors that the user can fix by giving something else: exit status 2. Any other error: 1.
 UNUSABLE = (InputError, StoreError, UnknownHookError, AdapterNotFoundError, MissingDependencyError)
 
 
@@ -54,7 +54,7 @@ class _Terminated(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM ends a command as Ctrl-C does: its processes are ended, its files closed, its hooks removed."""
+    """Let SIGTERM end a command as Ctrl-C does: processes are ended, files closed, hooks removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -70,7 +70,7 @@ def _terminated_like_interrupted() -> Iterator[None]:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    debug, kept = False, "what was finished is kept, and the same command goes on from there"
+    debug, kept = False, "what is finished is kept, and the same command continues from there"
     try:
         parser, commands = build(DO)
         args, rest = parser.parse_known_args(argv)
@@ -111,7 +111,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _flags(args: argparse.Namespace, words: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Move ``--model X`` and ``--model=X`` into the settings where the recipe has such a setting; what is left over."""
+    """Move ``--model X`` and ``--model=X`` into the settings where the recipe has such a setting, and return the rest."""
     left, words = list[str](), list(words)
     while words:
         flag, sep, value = words.pop(0).partition("=")
@@ -186,7 +186,7 @@ def _report(args: argparse.Namespace) -> int:
     recipe = _recipe(record.recipe)
     if not hasattr(recipe, "report"):
         raise InputError(
-            f"the recipe {record.recipe!r} can't make its report again. Run it again; what is done is kept"
+            f"the recipe {record.recipe!r} can't make its report again. Run it again: finished cells are kept"
         )
     # The folder may have been moved, and what it says about its place is not to be trusted.
     config = restore(recipe.Config, {**record.config, "out": str(folder)})
@@ -195,7 +195,7 @@ def _report(args: argparse.Namespace) -> int:
     if missing:
         print(
             f"probelens: {len(missing)} of {len(record.cells)} models are not finished and not in the report; "
-            f"`probelens run {record.recipe}` with the same settings goes on",
+            f"`probelens run {record.recipe}` with the same settings continues the run",
             file=sys.stderr,
         )
     return _show(_written(folder), args.json)

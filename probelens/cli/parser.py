@@ -18,7 +18,7 @@ STATUS = (
     "exit status: 0 all well, 1 the work failed, 2 the command, or a file, folder or model that it needs, can't be\n"
     "used, 130 interrupted, 143 terminated"
 )
-RESUMES = "; after both the same command goes on from what was finished"
+RESUMES = "; after both the same command continues from what is finished"
 EPILOG = f"""examples:
   probelens run quickstart                      train two small models, measure them, write report.html
   probelens run quickstart --set seed=1         the same with another seed
@@ -27,14 +27,14 @@ EPILOG = f"""examples:
   probelens hooks EleutherAI/pythia-160m        the hook points of a model (hub id or folder)
   probelens verify EleutherAI/pythia-160m       prove that each of them fires and edits what it should
   probelens profile MY_MODEL --task dyck        where a model keeps a variable, and whether it uses it
-  probelens bench                               time this work beside the usual ways to do it
+  probelens bench                               compare its speed with other tools on the same work
 
 `probelens COMMAND --help` says more about each command.
 {STATUS}{RESUMES}"""
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that names what was probably meant."""
+    """An ArgumentParser whose errors name the nearest option."""
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
@@ -84,8 +84,8 @@ def build(do: Mapping[str, Callable[[argparse.Namespace], int]]) -> tuple[Parser
 
     run = command(
         "run", "run a recipe",
-        "Run a recipe: a complete experiment with its report. What is finished already is not run again,\n"
-        "so after an interruption the same command goes on where it stopped.",
+        "Run a recipe: a complete experiment with its report. Finished cells are not run again,\n"
+        "so after an interruption the same command continues where it stopped.",
         "  probelens run quickstart\n"
         "  probelens run quickstart --preset smoke --out /tmp/try       everything once, in seconds\n"
         "  probelens run quickstart --set archs=gru,mamba --set seed=1\n"
@@ -150,7 +150,7 @@ def build(do: Mapping[str, Callable[[argparse.Namespace], int]]) -> tuple[Parser
     )  # fmt: skip
     verify.add_argument("model", metavar="MODEL", help="hub id or folder")
     verify.add_argument("--match", metavar="NAMES", help="only these: 'blocks.0.*', resid_post, …")
-    verify.add_argument("--all", action="store_true", help="list the points that pass, too")
+    verify.add_argument("--all", action="store_true", help="also list the points that pass")
     _output_options(verify)
 
     profile = command(

@@ -24,12 +24,12 @@ class ProfileSettings:
         n_probe: Sequences for probes.
         n_ablate: Sequences for ablations.
         n_pairs: Clean/corrupted pairs for patching; 0 for no patching.
-        controls: Random subspaces beside each ablation, of each kind.
+        controls: Random subspaces compared with each ablation, of each kind.
         batch_size: Sequences in one forward pass.
         seed: Of data, splits and controls.
-        mlp: A small MLP beside the linear refit.
-        mdl: Also the description length.
-        control_task: Also a control task, for selectivity.
+        mlp: Also refit a small MLP.
+        mdl: Also measure the description length.
+        control_task: Also probe a control task, for selectivity.
     """
 
     length: int = 40

@@ -135,7 +135,7 @@ def report_again(folder: Path) -> Path:
 
 
 def rows(found: Profile) -> list[dict[str, Any]]:
-    """Every number of a profile as rows, told apart by the column ``kind``."""
+    """Every number of a profile as rows, distinguished by the column ``kind``."""
     tables: list[tuple[str, str, Any]] = [("probe", "", found.probes)]
     tables += [("ablation", "", result) for result in found.ablations.values()]
     tables += [("patch", name, result) for name, result in found.patches.items()]

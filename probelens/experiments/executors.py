@@ -1,7 +1,7 @@
 """Executors by name: processes of this machine, a Dask cluster, or SLURM through submitit.
 
-What they have in common: a cell whose process dies (killed, out of memory, a lost node) is run again, at most
-twice, and then reported, and takes no other cell with it.
+With each of them, a cell whose process dies (killed, out of memory, a lost node) is run again, at most twice, and
+then reported. Other cells are not affected.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from probelens.experiments.settings import configure, unknown
 
 __all__ = ["EXECUTORS", "Dask", "Local", "Processes", "Submitit", "current", "named", "opened", "using"]
 
-GRACE = 3.0  # seconds in which interrupted processes may save what they were at
-RETRIES = 2  # how often a cell runs again whose process died
+GRACE = 3.0  # seconds that interrupted processes get to save their state
+RETRIES = 2  # how often a cell runs again after its process died
 DIED = (
     "the process of this cell died {n} times before it was done: it was killed from outside, or used more memory than "
     "there is. Run the same command again to go on from the cell's last checkpoint."
@@ -53,9 +53,9 @@ class Dask:
 
 @dataclass(frozen=True)
 class Submitit:
-    """SLURM jobs through submitit, one a cell, submitted as arrays; the run folder must be on a shared disk.
+    """SLURM jobs through submitit, one per cell, submitted as arrays; the run folder must be on a shared disk.
 
-    A job that comes to its time limit or is preempted is queued again, and its training goes on from the last
+    A job that reaches its time limit or is preempted is queued again, and its training continues from the last
     checkpoint.
 
     Args:
@@ -68,7 +68,7 @@ class Submitit:
         cpus: CPUs of a job.
         gpus: GPUs of a job.
         memory: Memory of a job in GB; None for the cluster's default.
-        requeues: How often a job that comes to its time limit is queued again.
+        requeues: How often a job that reaches its time limit is queued again.
         logs: Folder of submitit's files; None for ``slurm`` in the run folder.
 
     Raises:
@@ -124,13 +124,13 @@ def named(name: str, settings: Sequence[str] = ()) -> Spec:
 
 
 def current() -> Spec:
-    """What ``run_grid`` uses when it is given no executor."""
+    """The executor that ``run_grid`` uses when none is given."""
     return _current.get() or Local()
 
 
 @contextlib.contextmanager
 def using(spec: Spec | str) -> Iterator[None]:
-    """Make an executor that of every grid inside the block, recipes included.
+    """Use an executor for every grid inside the block, recipes included.
 
     Args:
         spec: A name, or ``Local()``, ``Dask(...)``, ``Submitit(...)``.
@@ -159,7 +159,7 @@ def opened(
     Args:
         spec: Which one.
         folder: The run folder, for logs.
-        workers: Cells at once; None for one a core, on a cluster for as many as it takes.
+        workers: Cells at once; None for one per core, on a cluster for as many as it allows.
         cells: How many cells there are.
 
     Raises:
@@ -186,7 +186,7 @@ def opened(
 
 
 class Processes(concurrent.futures.Executor):
-    """Processes of this machine. One that dies takes down its own cell only.
+    """Processes of this machine. If one dies, only its own cell fails.
 
     Args:
         workers: How many.
@@ -231,7 +231,7 @@ class Processes(concurrent.futures.Executor):
         return pool
 
     def stop(self) -> None:
-        """End the processes: a training saves itself on Ctrl-C, everything else may be cut off anywhere."""
+        """End the processes. A training run saves itself on Ctrl-C, and anything else may stop at any point."""
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         processes = [p for pool in self._pools for p in (getattr(pool, "_processes", None) or {}).values()]
@@ -253,9 +253,9 @@ class Processes(concurrent.futures.Executor):
 
 @contextlib.contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Ignore Ctrl-C, which the processes started inside inherit: only the one that started them reacts to it.
+    """Ignore Ctrl-C in the processes started inside, so that only the process that started them reacts to it.
 
-    Otherwise each of them, hit amid its imports, would print a traceback of its own.
+    Otherwise each of them, interrupted during its imports, would print its own traceback.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -276,7 +276,7 @@ def _dask(spec: Dask, workers: int) -> Iterator[concurrent.futures.Executor]:
     distributed = require("distributed", "dask", 'executor "dask"')
     import dask
 
-    # One cell a worker, the others wait at the scheduler: a worker that dies counts against its own cell only.
+    # One cell per worker. The others wait at the scheduler: a worker that dies counts against its own cell only.
     ours = {"distributed.scheduler.allowed-failures": RETRIES, "distributed.scheduler.worker-saturation": 1.0}
     with contextlib.ExitStack() as stack:
         cluster = None
@@ -325,7 +325,7 @@ class _Submitted:
 
 
 class _Jobs(concurrent.futures.Executor):
-    """submitit's jobs as futures; a thread submits what may run and looks which are done."""
+    """submitit's jobs as futures. A thread submits jobs and checks which are done."""
 
     def __init__(self, spec: Submitit, folder: Path, most: int) -> None:
         submitit = require("submitit", "submitit", 'executor "submitit"')

@@ -1,4 +1,4 @@
-"""The grid: runs the cells that the store lacks, in processes of their own, and reports failures."""
+"""The grid: the cells that the store lacks are run in their own processes, and failures are reported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RunCell = Callable[[Config, Path], "list[Row]"]
 
 @dataclass(frozen=True)
 class GridReport:
-    """What a grid did.
+    """Outcome of a grid.
 
     Args:
         keys: Every cell asked for, in order.
@@ -57,12 +57,12 @@ def run_grid(
     Args:
         run_cell: ``run_cell(config, folder) -> rows``, importable in a fresh process. It keeps
             checkpoints and results in ``folder``.
-        configs: One a cell; plain data.
+        configs: One per cell, plain data.
         store: Where rows go. On a cluster its folder must be on a disk that all machines share.
         executor: "local" (processes of this machine), "dask" or "submitit", or one of these with its
             settings (`probelens.experiments.executors`), or any ``concurrent.futures.Executor``. None for that
             of the enclosing ``executors.using(...)`` block, which is what the command line sets, else "local".
-        workers: Cells at once; None for one a core, on a cluster for as many as it takes. 1 with the local
+        workers: Cells at once; None for one per core, on a cluster for as many as it allows. 1 with the local
             executor runs in this process.
         threads: torch threads of each cell.
         progress: Show a line for each cell; ``config["name"]`` is what it is called.
@@ -72,7 +72,7 @@ def run_grid(
 
     Raises:
         InputError: Two cells with the same config.
-        KeyboardInterrupt: Passed on; finished cells are kept, and the next run goes on.
+        KeyboardInterrupt: Passed on. Finished cells are kept, and the next run continues.
     """
     configs = list(configs)
     if wrong := [config for config in configs if not isinstance(config, Mapping)]:
@@ -111,7 +111,7 @@ def run_grid(
 
 
 def _outcome(future: concurrent.futures.Future[Any], store: Store, key: str) -> str | None:
-    """What went wrong with a cell, or None: its rows are in the store."""
+    """The error of a cell; None if its rows are in the store."""
     try:
         said: str | None = future.result()[0]
     except concurrent.futures.CancelledError:
@@ -160,7 +160,7 @@ def _guarded(
         torch.set_num_threads(threads)
     store = Store(folder)
     if store.done(key):
-        # A worker that was taken for dead may have finished it after all.
+        # A worker that was considered dead may have finished the cell.
         return (None,)
     place = store.cell(key)
     try:

@@ -1,4 +1,4 @@
-"""What a run folder says about itself: recipe, settings, cells and versions, in ``run.json``.
+"""The record of a run folder, ``run.json``: recipe, settings, cells and versions.
 
 It is written when a run starts, so a report can be made again from the folder alone, also after an interruption.
 """
@@ -24,7 +24,7 @@ FILE = "run.json"
 
 @dataclass(frozen=True)
 class RunRecord:
-    """How a run folder came about.
+    """The recipe, settings, cells and versions behind a run folder.
 
     Args:
         recipe: Name of the recipe.

@@ -57,7 +57,7 @@ def at_least(config: Any, **minima: int) -> None:
 
     Args:
         config: A dataclass of settings.
-        minima: The least value of each setting that has one; None and tuples of numbers are judged as they come.
+        minima: The least value of each setting that has one; None is allowed, and every number of a tuple is checked.
 
     Raises:
         InputError: Which setting is too small, and the least that is allowed.
@@ -124,7 +124,7 @@ def arguments(function: Callable[..., Any], settings: Sequence[str], flag: str =
 
 
 def unknown(what: str, name: str, options: Iterable[str]) -> str:
-    """Says that a name isn't there, which are nearest, and which are allowed."""
+    """Error message for an unknown name: the nearest names and the allowed ones."""
     options = list(options)
     near = nearest(name, options)
     hint = f"Nearest: {', '.join(near)}. " if near else ""
@@ -142,7 +142,7 @@ def _make(config: type[Any], changes: dict[str, Any]) -> Any:
     except (TypeError, ValueError) as err:
         if isinstance(err, ProbelensError):
             raise
-        raise InputError(f"these settings don't go together: {err}") from err
+        raise InputError(f"these settings do not fit together: {err}") from err
 
 
 def _pairs(settings: Sequence[str], flag: str) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""What a running cell is doing: one small file in its folder, so that any process can watch.
+"""Progress of a running cell: one small file in its folder, so that any process can watch.
 
 A file needs nothing between the watcher and the cell but a shared folder, which processes, Dask
 workers and SLURM jobs all have.
@@ -23,11 +23,11 @@ FILE = "status.json"
 
 
 class Status:
-    """Writes what a cell is doing.
+    """Write the progress of a cell.
 
     Args:
         folder: The cell's folder.
-        every: Write at most once in so many seconds.
+        every: Seconds between two writes of one stage.
     """
 
     def __init__(self, folder: Path, every: float = 0.3) -> None:
@@ -37,12 +37,12 @@ class Status:
         self._stage = ""
 
     def update(self, stage: str, done: int, total: int, note: str = "") -> None:
-        """Say how far a stage is.
+        """Write how far a stage is.
 
         Args:
-            stage: What is being done.
+            stage: Name of the stage.
             done: Steps done.
-            total: Steps there are.
+            total: Number of steps.
             note: A short remark, such as the accuracy reached.
         """
         now = time.monotonic()
@@ -55,11 +55,11 @@ class Status:
 
 @contextlib.contextmanager
 def watching(folders: Mapping[str, Path], show: bool) -> Iterator[None]:
-    """A line for each cell, as far as somebody looks at a terminal, while the block lasts.
+    """Show a line for each cell while the block lasts, if stderr is a terminal.
 
     Args:
         folders: Name of a cell to its folder.
-        show: Whether the caller wants it.
+        show: False shows nothing.
     """
     if not show or not folders or not sys.stderr.isatty():
         yield

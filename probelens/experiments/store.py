@@ -1,6 +1,6 @@
-"""The store of a run: one folder a cell, named by a hash of its config, complete or absent.
+"""The store of a run: one folder per cell, named by a hash of its config, complete or absent.
 
-A cell's rows are written last and in one piece, so a run that was killed at any moment goes on
+A cell's rows are written last and in one piece, so a run that was killed at any moment continues
 where it stopped: a cell with rows is done, one without is run again and finds its checkpoints.
 """
 
@@ -121,9 +121,7 @@ class Store:
                 f"a cell must return a list of rows, each a dict of column to value, and this one returned {found!r:.80}"
             )
         if not rows:
-            raise InputError(
-                "a cell without rows can't be told from one that didn't run: return at least one row"
-            )
+            raise InputError("a cell without rows looks like one that did not run. Return at least one row.")
         folder = self.cell(key)
         with atomic_path(folder / "config.json") as part:
             part.write_text(json.dumps(dict(config), indent=2, sort_keys=True, allow_nan=False))

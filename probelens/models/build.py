@@ -1,4 +1,4 @@
-"""From a config to a model: the ecosystem's own classes, every weight fixed by the seed."""
+"""Formal models built from a config: classes of transformers and torch, every weight fixed by the seed."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def embedding_of(model: nn.Module) -> nn.Embedding:
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """torch's CPU generator at a seed, and back where it was at the end.
+    """Seed torch's CPU generator for the block, and restore it at the end.
 
     Initialisers take no generator of their own. `torch.manual_seed` would reseed every
     accelerator too, which fork_rng does not undo for devices it was not given.
@@ -98,7 +98,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def construct(config: FormalConfig) -> nn.Module:
-    """The bare model, its weights wherever its class puts them."""
+    """The model with the weights that its class initialises."""
     if config.arch in ("lstm", "gru"):
         return RNNLM(
             config.arch,

@@ -1,4 +1,4 @@
-"""How often a model names the right class, by length, inside and beyond the length it was trained on."""
+"""Accuracy of a model by length, within and beyond the length that it was trained on."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def evaluate(
 
 
 def label_slices(task: Task, label: str | Sequence[str] | None) -> dict[str, slice]:
-    """Which logits stand for which label: all of them for one label, consecutive ranges for several.
+    """The logits of each label: all of them for one label, consecutive ranges for several.
 
     Args:
         task: Knows its labels and their class counts.

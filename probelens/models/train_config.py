@@ -1,4 +1,4 @@
-"""How a model is trained: rates, batches, curriculum, stopping; checked when it is made."""
+"""Training settings: learning rate, batches, curriculum, stopping."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NUMBERS = {
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train. Everything but `checkpoint_every` and `threads` is part of a run's identity.
+    """Training settings. Everything but `checkpoint_every` and `threads` is part of a run's identity.
 
     The learning rate rises over `warmup` steps, stays, and falls linearly to zero over the last
     `decay_steps`, which begin once the held-out accuracy reaches the target, or in time for `steps`.

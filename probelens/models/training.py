@@ -42,7 +42,7 @@ __all__ = ["EvalResult", "TrainConfig", "TrainResult", "evaluate", "train"]
 
 @dataclass(frozen=True)
 class TrainResult(Result):
-    """What a training run did.
+    """Outcome of a training run.
 
     Args:
         task: Name of the task.
@@ -194,7 +194,7 @@ def _threads(count: int | None) -> Iterator[None]:
 def _bar(
     progress: bool | Callable[[dict[str, Any]], None], run: Run
 ) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """What to call after each step."""
+    """The function to call after each step."""
     if callable(progress):
         yield progress
         return

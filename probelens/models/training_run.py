@@ -38,7 +38,7 @@ _PROGRESS = ("step", "decay_from", "reached", "done", "length", "sums", "seconds
 
 @dataclass(frozen=True)
 class TrainState(Result):
-    """Everything a run needs to go on."""
+    """The state from which a run continues."""
 
     identity: dict[str, Any]
     progress: dict[str, Any]
@@ -73,12 +73,12 @@ class Run:
         self.sums = [0.0, 0.0, 0.0]  # loss, accuracy and steps since the last row
         self.history: list[dict[str, Any]] = []
         self.seconds = self.cpu_seconds = 0.0
-        self._whole = True  # False while an update is under way
+        self._whole = True  # False during an update
         self._held_out: Batch | None = None
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What has to be equal for two calls to be the same run."""
+        """The settings by which two calls are the same run."""
         formal = config_of(self.module)
         shapes = {name: list(p.shape) for name, p in self.module.named_parameters()}
         settings = {k: v for k, v in self.config.to_dict().items() if k not in NOT_IDENTITY}
@@ -93,13 +93,13 @@ class Run:
 
     @property
     def phase(self) -> str:
-        """Where on the learning-rate schedule the next step is."""
+        """Phase of the learning-rate schedule at the next step."""
         if self.step >= self.decay_from:
             return "decay"
         return "warmup" if self.step < self.config.warmup else "main"
 
     def open(self, resume: bool) -> None:
-        """Look into the folder: start, go on, or refuse to touch what is there."""
+        """Start, continue from the folder's checkpoint, or refuse a folder of something else."""
         if self.folder is None:
             return
         path = self.folder / STATE_FILE
@@ -168,7 +168,7 @@ class Run:
             save(self.module, self.folder / MODEL_FILE)
 
     def loop(self, interrupts: Interrupts, report: Callable[[dict[str, Any]], None]) -> None:
-        """Step until done or interrupted, saving now and then and at the end."""
+        """Take steps until done or interrupted, with checkpoints in between and at the end."""
         wall, cpu = time.perf_counter(), time.process_time()
 
         def save() -> None:
@@ -188,14 +188,14 @@ class Run:
                 if stop:
                     return
         except KeyboardInterrupt:
-            # A second Ctrl-C, or one raised by the task or by report. Amid an update there is nothing
-            # whole to save, and the last checkpoint stands.
+            # A second Ctrl-C, or one raised by the task or by report. During an update the state is
+            # incomplete, and the last checkpoint is kept.
             if self._whole and not interrupts.pending:
                 save()
             raise
 
     def advance(self) -> dict[str, Any]:
-        """Take one step, then evaluate and decide what follows from it.
+        """Take one step, then evaluate if it is due and update curriculum and schedule.
 
         Returns:
             step, steps, length, loss, accuracy and phase of the step taken.
@@ -290,7 +290,7 @@ class Run:
 
 
 class Interrupts:
-    """Holds Ctrl-C back until the step in progress is whole and saved; a second one is immediate."""
+    """Delay Ctrl-C until the step in progress is complete and saved. A second Ctrl-C is immediate."""
 
     def __init__(self) -> None:
         self.pending = False
@@ -315,7 +315,7 @@ class Interrupts:
 
 
 def _difference(theirs: Any, ours: Any, where: str = "") -> str:
-    """Where two identities differ, in words."""
+    """The differences between two identities as text."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         keys = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
         return "; ".join(

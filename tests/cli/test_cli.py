@@ -260,7 +260,7 @@ def test_sigterm_ends_a_command_with_143_and_is_given_back(run: Any, monkeypatch
     before = signal.getsignal(signal.SIGTERM)
     found = run("run", "fake")
     assert (found.status, found.out) == (143, "")
-    assert found.err.startswith("terminated; what was finished is kept")
+    assert found.err.startswith("terminated; what is finished is kept")
     assert signal.getsignal(signal.SIGTERM) is before
 
 

@@ -117,7 +117,7 @@ class Forks:
 def check(status: int, err: str, folder: Path) -> None:
     """An interrupted run: how it ended, what it said, what it left."""
     assert status == 130, err
-    assert err.strip().splitlines()[-1].startswith("interrupted; what was finished is kept"), err
+    assert err.strip().splitlines()[-1].startswith("interrupted; what is finished is kept"), err
     assert "Traceback" not in err, err
     if folder.exists():
         assert whole(folder) <= set(READERS)

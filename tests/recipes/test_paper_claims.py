@@ -254,7 +254,7 @@ def test_longer_sequences_are_judged_where_training_never_was() -> None:
     assert found(cut + longer("lstm", 0.0) + longer("lstm", 0.9, span="seen"), claim).agrees is False
     silent = found(cut + longer("lstm", 0.3) + longer("gru", 0.0, floor=True), claim)
     assert silent.agrees is True
-    assert silent.note == "Within 0.2 of chance there, and silent: GRU Parity."
+    assert silent.note == "Left out, within 0.2 of chance there: GRU Parity."
 
 
 def retrained(task: str, gaps: list[float], trained: float = 0.98) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ LEAST = 3  # modules: the recall of a class that fewer of the test modules hold 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Readings:
-    """What the probes of one label get right.
+    """The balanced accuracy of the probes of one label.
 
     Args:
         balanced: Balanced accuracy at each site. (site,)
@@ -63,7 +63,7 @@ class Readings:
 
 
 def guess(train: Batch, test: Batch, label: str, w: int, n_classes: int) -> Tensor:
-    """The class that gains most over its frequency, given the position (w = 0) or the last w tokens; w = −1 for neither.
+    """The class that gains most over its frequency, given the position (w = 0), the last w tokens, or nothing (w = −1).
 
     Contexts of w tokens are backed by those of fewer, each with the weight of one example.
     """
@@ -107,7 +107,7 @@ def recalls(guess: Tensor, test: Batch, label: str, n_classes: int) -> tuple[Ten
 
 
 def counted(asked: Tensor) -> Tensor:
-    """Which classes enough modules hold for their recall to be worth a share of the mean; all that any holds if too few are.
+    """The classes that at least ``LEAST`` modules hold; all classes that occur if fewer than two do.
 
     Args:
         asked: Positions of each class in each module. (module, class)

@@ -1,14 +1,14 @@
-"""Code-Depth: where along its layers a language model reads how deep in brackets and in indented blocks real Python is.
+"""Code-Depth: the layers at which a language model represents the depth of brackets and of indented blocks in real Python.
 
     probelens run paper-code-depth --model HuggingFaceTB/SmolLM2-135M,EleutherAI/pythia-160m
     probelens run paper-code-depth --preset cpu --model FOLDER           two cores; a folder of `paper-pretrain`, or any other
     probelens run paper-code-depth --model FOLDER --corpus python_train_0.jsonl.gz           your own CodeSearchNet file
     probelens run paper-code-depth --preset smoke --model FOLDER         seconds; proves that it runs
 
-A cell is one frozen model with its own tokenizer; nothing is trained but probes. Three quarters of all tokens stand at
-depth 0, so what is reported is balanced accuracy: the mean recall of the classes that at least three test modules hold,
+A cell is one frozen model with its own tokenizer; nothing is trained but probes. Three quarters of all tokens are at
+depth 0, so balanced accuracy is reported: the mean recall of the classes that at least three test modules hold,
 with intervals over modules. Every guess is corrected for how frequent the classes are: log p(class) is taken off the
-probe's logits. Beside it stand what position or the last four tokens alone give, the embedding, and the same
+probe's logits. The baselines are the position alone, the last four tokens alone, the embedding, and the same
 architecture untrained.
 """
 
@@ -49,11 +49,11 @@ class Config:
         seeds: Choice of functions and split.
         n: Functions, split 60/20/20 by module.
         length: Tokens of each function; longer ones are cut.
-        max_depth: Class of the greatest depth and indent told apart; deeper ones belong to it.
-        every: Read every so-manieth block, and the last.
+        max_depth: Class of the greatest depth and indent; deeper positions belong to it.
+        every: Read one block in so many, and the last.
         max_rows: At most so many training rows of a probe.
         device: "auto", "cpu" or "cuda".
-        workers: Cells at once; None for one a core.
+        workers: Cells at once; None for one per core.
     """
 
     out: str = "runs/paper-code-depth"
@@ -107,7 +107,7 @@ def run_cell(config: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
         folder: Where results stay.
 
     Returns:
-        Probes by layer, baselines and profile statistics as rows, told apart by the column ``kind``.
+        Probes by layer, baselines and profile statistics as rows, distinguished by the column ``kind``.
     """
     status = Status(folder)
     status.update("reading the corpus", 0, 3)
@@ -147,7 +147,7 @@ def make_task(config: Mapping[str, Any], tokenizer: Any) -> pl.tasks.CodeDepth:
     """Code-Depth for a tokenizer, on modules that no model of this folder was pretrained on."""
     if tokenizer is None:
         raise pl.InputError(
-            "the model came without a tokenizer, and bytes are not what it reads. Save one beside it."
+            "the model came without a tokenizer, and it does not read bytes. Save a tokenizer in its folder."
         )
     corpus: Any = config["corpus"]
     if corpus == "stdlib" and config["unseen"]:
@@ -158,14 +158,14 @@ def make_task(config: Mapping[str, Any], tokenizer: Any) -> pl.tasks.CodeDepth:
 
 
 def chosen(model: pl.HookedModel, every: int) -> list[str]:
-    """The embedding, every so-manieth block and the last one."""
+    """The embedding, one block in ``every``, and the last block."""
     last = model.cfg.n_layers - 1
     blocks = sorted({*range(every - 1, last + 1, every), last})
     return ["blocks.0.hook_resid_pre", *(f"blocks.{i}.hook_resid_post" for i in blocks)]
 
 
 def measured(found: pl.ProbeResult, own: Readings, bare: Readings, label: str) -> list[dict[str, Any]]:
-    """Rows of one label: probes beside guesses, and where along the layers the balanced accuracy rises."""
+    """Rows of one label: probes, guesses, and the profile of the balanced accuracy over layers."""
     low, high = own.drawn.quantile(0.025, 0), own.drawn.quantile(0.975, 0)
     rows: list[dict[str, Any]] = []
     for i, site in enumerate(found.sites):

@@ -1,4 +1,4 @@
-"""What the rows of Code-Depth say: the paper's claim beside ours, the profiles, one report."""
+"""The report of Code-Depth: the paper's claim and ours, and the profiles."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LEAD = (
 
 
 def claims(rows: pd.DataFrame) -> list[Claim]:
-    """The paper's claim about code beside what the rows say, for each model and label.
+    """The paper's claim about code and ours, for each model and label.
 
     Dyck's side is: a Transformer reads depth at once, a state space model layer by layer.
     """
@@ -53,7 +53,7 @@ def claims(rows: pd.DataFrame) -> list[Claim]:
 
 
 def profiles(rows: pd.DataFrame) -> go.Figure:
-    """Balanced accuracy by layer as a share of the model's depth, one line a model."""
+    """Balanced accuracy by layer as a share of the model's depth, one line per model."""
     found = (
         rows[rows["kind"] == "probe"]
         .sort_values("seed", kind="stable")

@@ -29,7 +29,7 @@ def pictures(rows: pd.DataFrame) -> dict[str, go.Figure]:
 
 
 def layers_table(rows: pd.DataFrame) -> str:
-    """Balanced accuracy by layer of each model, beside what needs no model."""
+    """Balanced accuracy by layer of each model, and baselines that need no model."""
     found = rows[rows["kind"] == "probe"]
     lines = [
         "| model, label and classes | layers | balanced accuracy, embedding first (untrained) | position / last 4 tokens | verdict |",

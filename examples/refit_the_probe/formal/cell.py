@@ -23,7 +23,7 @@ def run_cell(config: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
         folder: Where checkpoints and results stay.
 
     Returns:
-        Every number as rows, told apart by the column ``kind``.
+        Every number as rows, distinguished by the column ``kind``.
     """
     task, status = make_task(config["task"]), Status(folder)
     model = build(config, task, config["seed"])

@@ -1,4 +1,4 @@
-"""The paper's claims about formal models beside what the rows of a run say: paper, ours, agrees."""
+"""The paper's claims about formal models and ours: paper, ours, agrees."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ NEEDED = {
 
 
 def claims(rows: pd.DataFrame) -> list[Claim]:
-    """The claims that a run of the formal grid can speak about, in the paper's order.
+    """The claims about formal models, in the paper's order.
 
     Args:
         rows: Rows of the run, of any of its cells.
 
     Returns:
-        A row for each, also where the cells it needs are missing.
+        A row for each claim, also where the cells that it needs are missing.
     """
     made: list[Claim] = []
     # A run without rows of one kind may lack their columns.

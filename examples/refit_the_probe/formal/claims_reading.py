@@ -1,4 +1,4 @@
-"""The paper's claims about what models answer and where their state is readable: 1 to 5, and the Counter beside them."""
+"""The paper's claims about what models answer and where their state is readable: 1 to 5, and the Counter."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _accuracies(rows: pd.DataFrame, claim: str, paper: str) -> pd.DataFrame:
 
 
 def _named(row: Any) -> str:
-    """A family, and how many of its seeds learned where not all did."""
+    """Name of a family, and the number of its seeds that learned if not all did."""
     if row["n_learned"] == 0:
         return f"{NAMES[row['arch']]} (not learned)"
     part = f" ({row['n_learned']:.0f} of {row['n_seeds']:.0f} seeds learned)"
@@ -74,7 +74,7 @@ def _perfect(rows: pd.DataFrame) -> list[Claim]:
 def _by_family(
     found: pd.DataFrame, task: str, beyond: int, families: Sequence[Sequence[str]]
 ) -> tuple[list[list[pd.Series]], str]:
-    """Mean accuracy at longer sequences: of each family those that learned the task, and all of them in words.
+    """Mean accuracy at longer sequences, of the architectures that learned the task, and of all of them as text.
 
     The words are empty where a family wasn't run.
     """

@@ -92,7 +92,7 @@ def _direction(rows: pd.DataFrame) -> list[Claim]:
         for m, c in dict.fromkeys(zip(longer["model"], longer["cell"], strict=True))
         if (m, c) not in heard
     ]
-    note = f"Within 0.2 of chance there, and silent: {', '.join(lost)}." if lost else ""
+    note = f"Left out, within 0.2 of chance there: {', '.join(lost)}." if lost else ""
     if worst.empty:
         return [*made, Claim(claim, paper, "no model answers there" if lost else "not run", note=note)]
     worst = _largest(worst, ["layer", "length"])
@@ -168,7 +168,7 @@ def _convolution(rows: pd.DataFrame) -> list[Claim]:
 def _gaps(behaviour: pd.DataFrame) -> pd.DataFrame:
     """Accuracy without the convolution minus with it, in points, of the seeds that learned with it.
 
-    Columns: ``first``, at the length of training, which stands in ``attrs["at"]``, and ``mean``, over all lengths.
+    Columns: ``first``, at the length of training, which is kept in ``attrs["at"]``, and ``mean``, over all lengths.
     """
     part = behaviour[behaviour["span"] == "all"]
     table = part.pivot_table(

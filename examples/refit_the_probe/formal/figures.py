@@ -60,7 +60,7 @@ def embedding_scale(rows: pd.DataFrame) -> go.Figure | None:
 
 
 def ablations(rows: pd.DataFrame, task: str) -> go.Figure | None:
-    """What each way of taking a task's variables out costs by layer."""
+    """Drop in accuracy by layer for each way to remove a task's variables."""
     found = _of_task(rows, task)
     if found.empty:
         return None
@@ -71,7 +71,7 @@ def ablations(rows: pd.DataFrame, task: str) -> go.Figure | None:
 
 
 def refits(rows: pd.DataFrame, task: str) -> go.Figure | None:
-    """What a probe refitted on the ablated activations reads."""
+    """Accuracy by layer of a probe refitted on the ablated activations."""
     found = _of_task(rows, task).drop(columns=["lo", "hi"])
     if found.empty:
         return None

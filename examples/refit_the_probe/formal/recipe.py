@@ -4,9 +4,9 @@
     probelens run paper-formal --preset cpu       two cores, some hours, one seed
     probelens run paper-formal --preset paper     six seeds and more data
 
-A cell is one trained model. What is finished is kept, so a run can be stopped at any time, and goes on where it
+A cell is one trained model. Finished cells are kept, so a run can be stopped at any time and continues where it
 stopped; architectures, tasks and seeds can be added to a run folder. The folder gets `rows.parquet` (every number),
-`claims.parquet` (the paper's claims beside ours), figures and `report.html`.
+`claims.parquet` (the paper's claims and ours), figures and `report.html`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Config:
         n_held: Sequences that ablations are measured on.
         n_length: Sequences of each length of the transfer.
         n_pairs: Clean/corrupted pairs for patching.
-        controls: Random subspaces beside each ablation, of each kind.
-        workers: Cells at once, one thread each; None for one a core.
+        controls: Random subspaces compared with each ablation, of each kind.
+        workers: Cells at once, one thread each; None for one per core.
     """
 
     out: str = "runs/paper-formal"

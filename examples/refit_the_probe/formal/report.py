@@ -22,7 +22,7 @@ LEAD = (
     "Small models of five architectures, trained on four tasks whose answer is a running state: where along the layers "
     "the state becomes readable, what it costs to take it out, whether a probe fitted again still finds it, and what "
     "patching the final layer can show. The first version of arXiv 2606.00926 reported such profiles and concluded from "
-    "single-direction ablations; its second version took that conclusion back. Both are set beside what came out here."
+    "single-direction ablations; its second version took that conclusion back. Both are compared with the results here."
 )
 SECTIONS = (
     (

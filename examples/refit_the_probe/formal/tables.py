@@ -32,7 +32,7 @@ def pictures(rows: pd.DataFrame) -> dict[str, go.Figure | None]:
 
 
 def cells_table(rows: pd.DataFrame) -> str:
-    """Each trained model: how long it trained, how well it answers by length, where it is readable."""
+    """Each trained model: its training, its accuracy by length, its probes by layer."""
     lines = [
         "| cell | seed | steps | CPU-s | accuracy at 40 / 60 / 80 / 100 / 120 | probe at embedding, blocks 0 to 3 (untrained) |",
         "|---|---|---|---|---|---|",
@@ -65,7 +65,7 @@ def cells_table(rows: pd.DataFrame) -> str:
 
 
 def controls_table(rows: pd.DataFrame) -> str:
-    """What a probe's accuracy has to be compared with: guesses, control task, codelength."""
+    """Baselines of a probe's accuracy: guesses, control task, codelength."""
     found = main_cells(rows, "probe")
     found = found[(found["control"] == "task") & (found["span"] == "all")]
     lines = [
@@ -85,7 +85,7 @@ def controls_table(rows: pd.DataFrame) -> str:
 
 
 def sites_table(rows: pd.DataFrame) -> str:
-    """Recovery by patching site, one column a model."""
+    """Recovery by patching site, one column per model."""
     found = (
         main_cells(rows, "site").dropna(subset=["recovery"]) if "site" in set(rows["kind"]) else rows.iloc[:0]
     )

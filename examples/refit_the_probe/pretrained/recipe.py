@@ -65,9 +65,9 @@ class Config:
         n_inlp: Of these, how many INLP is fitted on.
         n_held: Sequences that ablations are measured on.
         n_pairs: Clean/corrupted pairs for patching.
-        controls: Random subspaces beside each ablation, of equal rank and of equal variance.
+        controls: Random subspaces compared with each ablation, of equal rank and of equal variance.
         device: "auto", "cpu" or "cuda".
-        workers: Cells at once; None for one a core.
+        workers: Cells at once; None for one per core.
     """
 
     out: str = "runs/paper-pretrained"
@@ -161,7 +161,7 @@ def run_cell(config: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
         folder: Where checkpoints and results stay.
 
     Returns:
-        Every number as rows, told apart by the column ``kind``.
+        Every number as rows, distinguished by the column ``kind``.
     """
     status = Status(folder)
     model = load(config)
@@ -202,7 +202,7 @@ def load(config: Mapping[str, Any]) -> pl.HookedModel:
 
 
 def training(config: Mapping[str, Any]) -> pl.training.TrainConfig:
-    """How a cell is fine-tuned: as the formal models are, with a curriculum over length."""
+    """Training settings of a cell: like those of the formal models, with a curriculum over length."""
     return pl.training.TrainConfig(
         steps=config["steps"], lr=config["lr"], batch_size=config["batch_size"],
         warmup=min(100, config["steps"] // 4), decay_steps=min(200, config["steps"] // 4), length=config["length"],

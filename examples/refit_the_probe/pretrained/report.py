@@ -1,4 +1,4 @@
-"""What the rows of the pretrained experiments say: the paper's claims beside ours, figures, one report.
+"""The report of the pretrained experiments: the paper's claims and ours, figures, tables.
 
 "Agrees" follows the rules of ``shared.claims``. Only cells that learned their task count.
 """
@@ -84,13 +84,13 @@ def layers(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def claims(rows: pd.DataFrame) -> list[Claim]:
-    """Claims 8 to 10 of the paper's first version and A to C of its second, beside what the rows say.
+    """Claims 8 to 10 of the paper's first version and A to C of its second, and ours.
 
     Args:
         rows: Rows of a run.
 
     Returns:
-        A row for each, also where no cell can speak.
+        A row for each claim, also where no cell has learned its task.
     """
     heard = learned_only(rows, CELL, LEARNED)
     at = layers(heard) if "ablation" in set(heard["kind"]) else pd.DataFrame()

@@ -5,7 +5,7 @@
     probelens run paper-pretrain --preset paper      one GPU: larger models, longer
 
 Each model lands in `models/NAME` of the run folder, as `save_pretrained` writes it, with its tokenizer: give that folder
-to `paper-pretrained` and `paper-code-depth` as `--model`. Nothing is fetched. A run that was stopped goes on where it
+to `paper-pretrained` and `paper-code-depth` as `--model`. Nothing is fetched. A run that was stopped continues where it
 stopped.
 """
 
@@ -58,7 +58,7 @@ class Config:
         bf16: Train under bfloat16 autocast.
         checkpointing: Recompute activations in the backward pass, to save memory.
         device: "auto", "cpu" or "cuda".
-        workers: Models at once; None for one a core.
+        workers: Models at once; None for one per core.
     """
 
     out: str = "runs/paper-pretrain"

@@ -1,6 +1,6 @@
 """One cell of the formal grid: train a model, measure it, and keep each part's result as its own file.
 
-A part that is in the folder is not measured again, so a cell that was killed goes on where it stopped.
+A part that is in the folder is not measured again, so a cell that was killed continues where it stopped.
 """
 
 from __future__ import annotations

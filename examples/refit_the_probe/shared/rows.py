@@ -95,7 +95,7 @@ def merged(paths: Sequence[Path], by: Sequence[str]) -> pd.DataFrame:
 
 
 def each(table: pd.DataFrame) -> Iterator[Any]:
-    """The rows of a table, a column an attribute."""
+    """The rows of a table, each column an attribute."""
     return table.itertuples()
 
 

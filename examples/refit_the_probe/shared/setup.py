@@ -65,7 +65,7 @@ def build(config: Mapping[str, Any], task: Any, seed: int) -> pl.HookedModel:
 
 
 def training(config: Mapping[str, Any]) -> pl.training.TrainConfig:
-    """How a cell is trained: a curriculum over length, then a constant rate, then a decay once the task is learned."""
+    """Training settings of a cell: a curriculum over length, a constant rate, a decay once the task is learned."""
     return pl.training.TrainConfig(
         steps=config["steps"], lr=5e-4 if config["arch"] == "transformer" else 1e-3,
         decay_steps=min(200, config["steps"] // 2), length=config["length"],

@@ -35,9 +35,9 @@ class Chart:
         figure: Any plotly figure that needs no map tiles or remote images; those of ``probelens.plots`` carry
             their rows and text alternative with them.
         caption: What is shown: measured quantity, model, label, number of sequences.
-        rows: The data offered as CSV and as a table. None: what the figure carries, or else its traces'
+        rows: The data offered as CSV and as a table. None: the rows that the figure carries, otherwise its traces'
             points.
-        alt: The figure in words, for those who can't see it. None: what the figure carries, or else the
+        alt: The figure in words, for those who can't see it. None: the text that the figure carries, otherwise the
             caption.
         name: Stem of the saved files' names. None: made from the caption.
     """
@@ -75,7 +75,7 @@ class Section:
         text: What was done and found; a blank line starts a new paragraph.
         charts: Figures, side by side where there is room.
         tables: Tables under the figures.
-        note: A caveat, set apart.
+        note: A caveat, in a box of its own.
         explain: Keys of ``TERMS``: each is explained where the report first needs it.
     """
 

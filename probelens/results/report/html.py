@@ -34,7 +34,7 @@ _TILES = re.compile(r"(map|mapbox|geo)$|^choropleth")
 
 @dataclass
 class Document:
-    """The page as it grows: its parts, its contents list, its data, and what was explained already."""
+    """The page under construction: its parts, contents list, data, and the terms already explained."""
 
     body: list[str] = field(default_factory=list)
     contents: list[str] = field(default_factory=list)
@@ -205,7 +205,7 @@ def commands(lines: Sequence[str]) -> str:
 
 
 def script(source: str) -> str:
-    """JavaScript that nothing in it can end early, with the line ends that the browser hashes."""
+    """JavaScript that cannot end its element early, with the line ends that the browser hashes."""
     unix = source.replace("\r\n", "\n").replace("\r", "\n")
     return unix.replace("</script", "<\\/script").replace("<!--", "\\x3c!--")
 
@@ -296,7 +296,7 @@ def _tame(value: Any) -> Any:
 
 
 def _listed(value: Any) -> Any:
-    """plotly writes numpy arrays as base64; the tables need their numbers."""
+    """Decode the arrays that plotly writes as base64, since the tables need their numbers."""
     if isinstance(value, list):
         return [_listed(v) for v in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What the methods' words mean, two or three sentences each, for a reader who has never seen them."""
+"""The terms of the methods, each explained in a few sentences for a reader who is new to them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TERMS: dict[str, tuple[str, str]] = {
     ),
     "baselines": (
         "Baselines",
-        "An accuracy means little by itself, so each stands beside what needs no model at all. Majority "
+        "An accuracy means little by itself, so each is compared with guesses that need no model at all. Majority "
         "class: always the most frequent label. Position only: the best guess from the position in the "
         "sequence. Last w tokens: the best guess from the last few tokens. A probe that does not beat "
         "these has found nothing that the model had to compute.",
