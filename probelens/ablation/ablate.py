@@ -1,4 +1,4 @@
-"""Ablation of a subspace, with what makes its cost mean something: a refitted probe and controls.
+"""Ablation of a subspace, with the refitted probe and the controls that its cost is compared with.
 
 A drop after projecting a probe's direction out says nothing about necessity by itself. A probe
 refitted on the ablated activations may recover, and random subspaces may cost as much.
@@ -75,9 +75,9 @@ def ablate(
             principal components of equal rank.
         alpha: Strength: 1 removes the subspace, 0 nothing.
         mlp: Whether the refit includes the MLP.
-        margin: How far above its baseline a probe's accuracy may be and still count as chance.
+        margin: Largest distance above its baseline at which a probe's accuracy still counts as chance.
         batch_size: Sequences in one forward pass, at most.
-        memory: Bytes that the sweep may hold at once; None for the usual limits. See ``probelens.running.sweep.plan.plan``.
+        memory: Bytes that the sweep may hold at once; None for the default limits.
         seed: Of control draws, splits and intervals.
         progress: Show a progress bar.
 
@@ -89,9 +89,9 @@ def ablate(
         - "floor": the clean metric is within 0.2 of chance, so nothing can drop.
         - "tautological": the site feeds a linear readout, so that erasing what is read must hurt.
         - "inconclusive": a refitted probe is above baseline + ``margin``; the model may still use the variable.
-        - "absent": no probe reads the variable there, ablated or not: the cost is not about it.
-        - "erased": a probe read it, and none does any more; the effect says whether the model needed it.
-        - "not refitted": without ``refit`` nothing is known of what is left.
+        - "absent": no probe reads the variable there, ablated or not, so the cost isn't about it.
+        - "erased": a probe read it before and none does after; the effect says whether the model needed it.
+        - "not refitted": without ``refit`` it is unknown what is left.
 
     Units:
         Fractions for "accuracy"; otherwise drop and effect are in the metric's unit, a loss drops
@@ -100,7 +100,7 @@ def ablate(
     Raises:
         UnknownHookError: A site that the model doesn't have.
         ShapeError: A subspace of another width, or a site with axes beside (batch, pos, d).
-        InputError: An unknown label, metric or control, something that is no subspace, NaN at a site, or a memory budget
+        InputError: An unknown label, metric or control, a value that isn't a subspace, NaN at a site, or a memory budget
             that one sequence exceeds.
         MetricError: The model has fewer logits than the label has classes, or they hold NaN.
 
@@ -116,7 +116,7 @@ def ablate(
     spaces = by_point(model, given)
     if controls < 0 or not 0 <= alpha <= 1:
         raise InputError(f"controls must be at least 0 and alpha from 0 to 1, got {controls} and {alpha}")
-    # batch.mask says where labels count, which is no padding mask: it leaves BOS out, which is read.
+    # batch.mask says where labels count; it isn't a padding mask, as it leaves out BOS, which is read.
     acts = collect(model, batch, list(spaces), batch_size=batch_size)
     drawn = with_controls(model, acts, batch.mask, spaces, label, kinds, controls, seed)
     runs = run(model, batch, drawn, metric, target, alpha, batch_size, progress, memory)
@@ -199,16 +199,16 @@ def _verdicts(rows: list[dict[str, Any]], model: HookedModel, clean: float, chan
 
 
 def verdict(*, floor: bool, readout: bool, before: bool | None, after: bool | None) -> str:
-    """What an ablation at one site can say.
+    """The verdict on an ablation at one site.
 
     Args:
-        floor: The model answers hardly better than chance without any ablation.
+        floor: The model is hardly better than chance without any ablation.
         readout: The site feeds a linear readout.
         before: Whether any probe reads the variable without ablation; None if none was fitted.
         after: Whether any probe reads it on the ablated activations; None if none was fitted.
 
     Returns:
-        The word; ``ablate`` says what each means.
+        One of the words that ``ablate`` explains.
 
     Examples:
         >>> verdict(floor=False, readout=False, before=True, after=False)
@@ -226,13 +226,13 @@ def verdict(*, floor: bool, readout: bool, before: bool | None, after: bool | No
 
 
 def feeds_readout(model: HookedModel, site: str) -> bool:
-    """Whether a site is what the linear readout reads, so that erasing there must damage the answer.
+    """Whether a site is the input of the linear readout, so that erasing there must damage the answer.
 
     True after the final norm, and at the last block's output where no norm follows it.
 
     Args:
         model: The wrapped model.
-        site: Name of a hook point; a module path counts as what it stands for.
+        site: Name of a hook point, or a module path.
 
     Returns:
         True if nothing but the unembedding comes after it; before a final norm it is False.

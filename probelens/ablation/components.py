@@ -1,7 +1,7 @@
 """Ablation of whole components: an attention, MLP or mixer output, a head, a convolution, a state.
 
-Zero ablation takes activations far off their distribution, and the mean of each position is still a
-value that no run has. Resampling puts in what another sequence has there: prefer it.
+Zero ablation moves activations far off their distribution, and the mean of a position is still a value that
+no run has. Prefer resampling, which puts in the activations of another sequence.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ComponentResult(Rows):
         metric: Name of the metric.
         chance: Best accuracy of a constant answer, averaged over sequences, as in ``clean``.
         path: How the engine ran: "resume", "skip" or "full"; see ``sweep``.
-        extra: What the caller wants to keep with the result; saved and loaded with it.
+        extra: The caller's own notes, saved and loaded with the result.
     """
 
     columns = (
@@ -168,18 +168,18 @@ def ablate_component(
         draws: Resamples to average over.
         target: The label that the model answers with; needed unless the batch has one.
         batch_size: Sequences in one forward pass, at most.
-        memory: Bytes that the sweep may hold at once; None for the usual limits. See ``probelens.running.sweep.plan.plan``.
+        memory: Bytes that the sweep may hold at once; None for the default limits.
         seed: Of resampling and intervals.
         progress: Show a progress bar.
 
     Returns:
         Drops with intervals over sequences. A drop says that the component matters for the answer,
         not for which variable; and with ``joint=False`` two components that do the same may each
-        look idle.
+        seem unused.
 
     Raises:
         UnknownHookError: A site that the model doesn't have.
-        InputError: An unknown way, heads at a site without them, a site whose first axes aren't
+        InputError: An unknown ``how``, heads at a site without them, a site whose first axes aren't
             (batch, pos), a single example to resample from, no example that is long enough, or for "mean" none
             that is real at a position of the batch.
 
@@ -198,7 +198,7 @@ def ablate_component(
     if source.tokens.shape[1] != batch.tokens.shape[1]:
         raise InputError(
             f"source has sequences of {source.tokens.shape[1]} tokens, batch of {batch.tokens.shape[1]}: means and "
-            "resamples are taken position by position, so they must be as long"
+            "resamples are taken position by position, so both must have the same length"
         )
     known = label_of(batch, target, "target") if metric == "accuracy" or target is not None else ""
     points = [_point(model, name) for name in names]
@@ -275,7 +275,7 @@ def _heads(point: HookPoint, heads: Any, acts: Tensor | None) -> list[int | None
     wanted = list(range(n)) if isinstance(heads, str) else [heads] if isinstance(heads, int) else list(heads)
     if (isinstance(heads, str) and heads != "each") or not wanted or not all(-n <= h < n for h in wanted):
         raise InputError(
-            f"heads={heads!r}: {point.name!r} has {n}. Give indices from 0 to {n - 1}, or 'each'."
+            f"heads={heads!r}: {point.name!r} has {n} heads. Give indices from 0 to {n - 1}, or 'each'."
         )
     return [h % n for h in wanted]
 
@@ -283,7 +283,7 @@ def _heads(point: HookPoint, heads: Any, acts: Tensor | None) -> list[int | None
 def _value(
     way: str, acts: Tensor | None, batch: Any, source: Any, donors: Sequence[Tensor], draw: int
 ) -> Tensor | None:
-    """What is put in: None for zeros, (1, pos, ...) for means, (example, pos, ...) for other examples'."""
+    """What to put in: None for zeros, (1, pos, ...) for means, (example, pos, ...) for other examples'."""
     if way == "zero" or acts is None:
         return None
     if way == "resample":
@@ -297,7 +297,7 @@ def position_means(acts: Tensor, mask: Tensor, wanted: Tensor) -> Tensor:
     Args:
         acts: Activations. (example, pos, ...)
         mask: True where an example is real. (example, pos)
-        wanted: True where the means will stand in. (row, pos)
+        wanted: True where means will be put in. (row, pos)
 
     Returns:
         Zeros where no example is real. (1, pos, ...), float32 at least
@@ -310,9 +310,9 @@ def position_means(acts: Tensor, mask: Tensor, wanted: Tensor) -> Tensor:
     lacking = (wanted.any(0).to(count.device) & (count[0] == 0)).nonzero().flatten().tolist()
     if lacking:
         raise InputError(
-            f"means are taken position by position, and no example of the source is real at position {lacking[0]}"
-            f"{f' and {len(lacking) - 1} more' if len(lacking) > 1 else ''}, where the batch is. Give a source with "
-            "examples that are as long, or leave these positions out of the batch's mask."
+            f"means are taken position by position, and no example of the source has a real token at position {lacking[0]}"
+            f"{f' and {len(lacking) - 1} more' if len(lacking) > 1 else ''}, where the batch has one. Give a source with "
+            "longer examples, or leave these positions out of the batch's mask."
         )
     shape = [1] * (acts.ndim - 2)
     # Sums in half precision overflow, and lose the small terms.
@@ -323,7 +323,7 @@ def position_means(acts: Tensor, mask: Tensor, wanted: Tensor) -> Tensor:
 
 @exact
 def donor_rows(batch: Any, source: Any, seed: int) -> Tensor:
-    """For each example another one of ``source`` that is real wherever it is. (example,)"""
+    """For each example another one of ``source`` with a real token wherever it has one. (example,)"""
     gen = torch.Generator().manual_seed(seed)
     # Counts positions that the receiver has and the donor lacks.
     lacking = batch.mask.float() @ (~source.mask).float().T

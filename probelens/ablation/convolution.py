@@ -1,4 +1,4 @@
-"""Ablation of the short convolution of Mamba and Mamba-2, in each of the senses that "remove it" can have.
+"""Ablation of the short convolution of Mamba and Mamba-2, in each sense of "remove it".
 
 Each channel of a mixer is y_t = w_k x_t + Σ w_i x_{t−i} + bias. "Remove the convolution" may mean to
 keep the current tap, to pass x through, or to take the output away, and these cost very different
@@ -67,16 +67,16 @@ def ablate_convolution(
         draws: Resamples to average over.
         target: The label that the model answers with; needed unless the batch has one.
         batch_size: Sequences in one forward pass, at most.
-        memory: Bytes that a sweep may hold at once; None for the usual limits. See ``probelens.running.sweep.plan.plan``.
+        memory: Bytes that a sweep may hold at once; None for the default limits.
         seed: Of resampling and intervals.
         progress: Show progress bars.
 
     Returns:
-        A row for each way and group of layers.
+        One row per way and group of layers.
 
     Raises:
         UnknownHookError: The model has no convolution, or not that layer.
-        InputError: An unknown way, or layers that are none.
+        InputError: An unknown ``how``, or layers without a convolution.
 
     Source:
         The ablation of arXiv 2606.00926, which doesn't say which of these it is.
@@ -86,7 +86,7 @@ def ablate_convolution(
     unknown = [w for w in ways if w not in VARIANTS]
     if unknown or not ways or draws < 1:
         raise InputError(
-            f"how={how!r}, draws={draws}: allowed are {', '.join(map(repr, VARIANTS))}, 1 draw or more"
+            f"how={how!r}, draws={draws}: how must be among {', '.join(map(repr, VARIANTS))}, and draws at least 1"
         )
     known = label_of(batch, target, "target") if metric == "accuracy" or target is not None else ""
     groups = _groups(model, layers)
@@ -140,14 +140,14 @@ def _groups(model: HookedModel, layers: Any) -> list[list[int]]:
     wanted = list(layers)
     bad = [layer for layer in wanted if layer not in every]
     if bad or not wanted:
-        raise InputError(f"layers={wanted}: layers with a convolution are {every}. Give some of them.")
+        raise InputError(f"layers={wanted}: the layers with a convolution are {every}. Give some of them.")
     return [wanted]
 
 
 def _plan(
     model: HookedModel, batch: Any, way: str, group: list[int], draws: int, batch_size: int, seed: int
 ) -> tuple[dict[str, Callable[[Tensor], Tensor]], list[Condition]]:
-    """The weights to change and the runs to make; no run means one without hooks."""
+    """The weights to change and the conditions to run; without any condition the run has no hooks."""
     names = [_name(layer) for layer in group]
     if way in ("zero", "mean"):
         means: dict[str, Tensor] = {}
@@ -161,7 +161,7 @@ def _plan(
         return kept, []
     past = {}
     for layer, name in zip(group, names, strict=True):
-        # On clean inputs, so one layer at a time: what stands before it must not change.
+        # One layer at a time, so that the input of each is clean.
         whole = _collected(model, batch, [name], batch_size)[name]
         with model.edit_weights(_weights(model, [layer])):
             past[name] = whole - _collected(model, batch, [name], batch_size)[name]

@@ -38,7 +38,7 @@ class DoseResult(Rows):
         clean: The metric of each example without ablation. (example,)
         label: The variable.
         metric: Name of the metric.
-        extra: What the caller wants to keep with the result; saved and loaded with it.
+        extra: The caller's own notes, saved and loaded with the result.
     """
 
     columns = (*ABLATION, Column("full_rank", int, "Rank of the whole subspace."))
@@ -85,7 +85,7 @@ class DoseResult(Rows):
         return "alpha" if ranks == 1 and len({row["alpha"] for row in self.rows}) > 1 else "rank"
 
     def plot(self, by: str | None = None) -> go.Figure:
-        """Mean drop against the dose, a line a site and condition.
+        """Mean drop against the dose, one line per site and condition.
 
         Args:
             by: "rank" or "alpha"; None for the one that varies.
@@ -147,7 +147,7 @@ def dose_response(
         kinds: Controls, as for ``ablate``.
         mlp: The refit includes a small MLP.
         batch_size: Sequences in one forward pass, at most.
-        memory: Bytes that the sweep may hold at once; None for the usual limits. See ``probelens.running.sweep.plan.plan``.
+        memory: Bytes that the sweep may hold at once; None for the default limits.
         seed: Of control draws, splits and intervals.
         progress: Show progress bars.
 
@@ -167,7 +167,7 @@ def dose_response(
         ranks = sorted({2**i for i in range(top.bit_length()) if 2**i <= top} | set(full.values()) - {0})
     if any(r < 1 for r in ranks) or not alphas:
         raise InputError(
-            f"ranks={list(ranks)} and alphas={list(alphas)}: give ranks of at least 1, and one strength"
+            f"ranks={list(ranks)} and alphas={list(alphas)}: give ranks of at least 1, and at least one alpha"
         )
     rows: list[dict[str, Any]] = []
     found = None

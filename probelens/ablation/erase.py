@@ -54,8 +54,8 @@ class ErasureResult(Rows):
         ablation: The behavioural cost with its controls, row by row.
         method: "leace" or "inlp".
         label: The variable.
-        margin: At chance means accuracy ≤ baseline + margin, or less next to a baseline near 1.
-        extra: What the caller wants to keep with the result; saved and loaded with it.
+        margin: At chance means accuracy ≤ baseline + margin; the margin is smaller for a baseline near 1.
+        extra: The caller's own notes, saved and loaded with the result.
     """
 
     columns = (
@@ -142,7 +142,7 @@ def erase(
     seed: int = 0,
     progress: bool = False,
 ) -> ErasureResult:
-    """Erase a variable at each site in turn, check that it is gone, and measure the cost.
+    """Erase a variable at each site in turn, check that no probe reads it, and measure the cost.
 
     LEACE is exact on the rows it was fitted on. What is left on new ones shrinks with the width
     divided by the number of *sequences* fitted, since positions of one sequence are much alike: a
@@ -150,10 +150,10 @@ def erase(
     probe rows until its own probe, on held-out sequences of ``fit_batch``, is at chance; on
     correlated activations it may take most of the space, and ``rank`` says so.
 
-    Whether the variable is gone is then asked of a fresh probe on ``held_batch``, and ``reached`` is
-    its answer. A few hundred sequences there are needed to tell a margin of 0.02 from chance.
+    A fresh probe on ``held_batch`` then tests whether the variable is gone, and ``reached`` is its
+    answer. A few hundred sequences there are needed to tell a margin of 0.02 from chance.
 
-    Either guards against linear probes only. ``refit_mlp_accuracy`` and ``refit_position_accuracy``
+    Both guard against linear probes only. ``refit_mlp_accuracy`` and ``refit_position_accuracy``
     say what is still there in another form, and then the verdict is "inconclusive".
 
     Args:
@@ -164,15 +164,15 @@ def erase(
         label: The variable to erase; needed unless the batch has one label.
         target: The label that the model answers with; ``label`` if None.
         method: "leace", or "inlp" (Ravfogel et al. 2020).
-        sites: Where; the layer axis by default.
+        sites: Hook points; the layer axis by default.
         metric: As for ``ablate``.
         controls: Draws of each random control.
         kinds: Controls, as for ``ablate``.
-        margin: How near its baseline a probe must come.
+        margin: Largest distance from its baseline at which a probe is at chance.
         max_rank: Budget of directions for INLP; None for the width.
         mlp: Also refit a small MLP.
         batch_size: Sequences in one forward pass, at most.
-        memory: Bytes that the ablations may hold at once; None for the usual limits. See ``probelens.running.sweep.plan.plan``.
+        memory: Bytes that the ablations may hold at once; None for the default limits.
         seed: Of splits, control draws and intervals.
         progress: Show progress bars.
 
@@ -204,7 +204,7 @@ def erase(
     _require_disjoint(fit_batch, held_batch)
     names = [point.name for point in resolve(model, sites)]
     spaces: dict[str, Subspace | Eraser]
-    with _quick(model):
+    with _faster_backend(model):
         if method == "leace":
             spaces = _leace(model, fit_batch, names, label, batch_size, progress)
         else:
@@ -217,7 +217,7 @@ def erase(
     return ErasureResult(rows, dict(spaces), ablation, method, label, margin)
 
 
-def _quick(model: HookedModel) -> contextlib.AbstractContextManager[Any]:
+def _faster_backend(model: HookedModel) -> contextlib.AbstractContextManager[Any]:
     """The reference backend for Mamba on a CPU, where transformers' own forward takes 5 to 20 times as long."""
     slow = model.cfg.device.type == "cpu" and any(
         name.endswith("mixer.hook_conv") for name in model.hook_dict

@@ -38,7 +38,7 @@ class LengthTransfer(Rows):
         label: The variable.
         target: The label that the model's answer is compared with.
         trained_length: Tokens in the sequences that the subspaces were fitted on.
-        extra: What the caller wants to keep with the result; saved and loaded with it.
+        extra: The caller's own notes, saved and loaded with the result.
     """
 
     columns = (
@@ -91,7 +91,7 @@ class LengthTransfer(Rows):
         return lines
 
     def plot(self) -> go.Figure:
-        """Damage by length, seen and later positions apart; a line a site, gaps at the floor."""
+        """Damage by length; one line per site for seen and for later positions, gaps at the floor."""
         import plotly.express as px
 
         table = self.to_dataframe()
@@ -125,22 +125,22 @@ def length_transfer(
 
     The subspaces and their controls are fixed at the trained length and never refitted, so that a
     change with length is one of the model. Positions up to the trained length and later ones are
-    scored apart: a long sequence has both.
+    scored separately: a long sequence has both.
 
     Args:
         model: The wrapped model; run in eval mode.
         task: Draws the sequences.
         subspaces: Site to Subspace or Eraser, fitted at ``trained_length``.
         lengths: Tokens in each sequence, a start token not counted.
-        trained_length: Where the subspaces come from, and where "seen" ends.
+        trained_length: Length at which the subspaces were fitted; "seen" positions end there.
         label: The variable; the task's target if None.
         target: The label that the model answers with; the task's target if None.
         n: Sequences of each length.
         controls: Draws of each random control.
         kinds: Controls, as for ``ablate``.
-        exclude: Sequences that must not come out: those that the subspaces were fitted on.
+        exclude: Sequences that must not be drawn: those that the subspaces were fitted on.
         batch_size: Sequences in one forward pass, at most.
-        memory: Bytes that a sweep may hold at once; None for the usual limits. See ``probelens.running.sweep.plan.plan``.
+        memory: Bytes that a sweep may hold at once; None for the default limits.
         seed: Of sequences, control draws and intervals.
         progress: Show a progress bar.
 

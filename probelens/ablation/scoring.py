@@ -32,10 +32,10 @@ __all__ = [
 ]
 
 Metric = Literal["accuracy", "next_token_loss"] | Callable[..., Tensor]
-# The sign of clean − ablated where the ablation hurts; of a metric of the caller's own it isn't known.
+# The sign of clean − ablated where the ablation hurts; unknown for a metric of the caller's own.
 COST = {"accuracy": 1, "next_token_loss": -1}
 NOTHING_SCORED = "no position is scored: the mask is False everywhere, or the sequences are too short"
-ROOM = 1e-6  # a model no further above chance than rounding has nothing to lose, so no scale for a loss
+ROOM = 1e-6  # distance above chance below which a model has nothing to lose, and damage no scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,14 +80,14 @@ def scored_positions(batch: Any, metric: Metric) -> Tensor:
     """Where the metric counts. (example, pos)"""
     scored: Tensor = batch.mask.clone()
     if metric == "next_token_loss":
-        # A loss stands where its token is predicted, so the next one must be real.
+        # A loss belongs to the position that predicts the token, so the next position must be real.
         scored[:, -1] = False
         scored[:, :-1] &= batch.mask[:, 1:]
     return scored
 
 
 def reader(batch: Any, metric: Metric, target: str) -> Read:
-    """What the engine keeps of each run: the metric at each position."""
+    """What the sweep keeps of each run: the metric at each position."""
     data = {"tokens": batch.tokens, "mask": batch.mask}
     if metric == "accuracy":
         data = {**data, "answer": batch.labels[target]}
@@ -121,9 +121,9 @@ def score(
         rows: One for each of ``runs.values``.
         runs: What was measured.
         scored: Where to count. (example, pos)
-        chance: What guessing gets, for an accuracy.
+        chance: Accuracy of a constant answer, where the metric is an accuracy.
         seed: Of the intervals.
-        metric: What was measured, to know in which direction it drops when something is lost.
+        metric: What was measured, which tells in which direction it moves when something is lost.
 
     Returns:
         The metric of each example that counts, under each row and without ablation: (row, example)
@@ -183,16 +183,16 @@ def _effects(
                 row.update(
                     effect=found.estimate.item(), effect_lo=found.low.item(), effect_hi=found.high.item(),
                     effect_against=kind,
-                    # The interval is over examples; how much control draws differ is asked apart.
+                    # The interval is over examples; effect_p is about the spread of the control draws.
                     effect_p=p,
                 )  # fmt: skip
                 break
 
 
 def accuracy_chance(batch: Any, target: str, metric: Metric, scored: Tensor | None = None) -> float | None:
-    """What always giving one answer gets at best, as ``score`` counts; None for a metric that is no accuracy.
+    """Best accuracy of a constant answer, averaged over sequences; None for other metrics.
 
-    Sequences count alike however many positions they have, as in the accuracy it is compared with.
+    Each sequence weighs the same however many positions it has, as in the accuracy it is compared with.
     """
     if metric != "accuracy":
         return None
@@ -200,7 +200,7 @@ def accuracy_chance(batch: Any, target: str, metric: Metric, scored: Tensor | No
     if not bool(scored.any()):
         raise InputError(NOTHING_SCORED)
     rows, _ = scored.nonzero(as_tuple=True)
-    # Counted before it is divided, so that a single class is exactly 1.
+    # Counts are divided last, so that a single class is exactly 1.
     pairs, counts = torch.stack([rows, batch.labels[target].cpu()[scored]]).unique(dim=1, return_counts=True)
     by_class = torch.bincount(pairs[1], weights=counts.double() / scored.sum(1)[pairs[0]])
     return (by_class.max() / scored.any(1).sum()).item()
@@ -220,9 +220,9 @@ def after(
     alpha: float,
     batch_size: int,
 ) -> Tensor:
-    """What a site gives with the subspace removed there. (example, pos, d)
+    """Activations of a site with the subspace removed there. (example, pos, d)
 
-    A state that is edited at one step is what the next is computed from, so that it takes a run of its own.
+    A state is computed from the one before it, so an edit of states takes a run of its own.
     """
     if not space.rank or not alpha:
         return acts[name]
@@ -248,7 +248,7 @@ def _metric(metric: Metric, target: str) -> Callable[..., Tensor]:
                 value = given(logits, **data)
             if not isinstance(value, Tensor) or value.shape != logits.shape[:2]:
                 raise ShapeError(
-                    f"metric must return one value a position, {tuple(logits.shape[:2])}, got "
+                    f"metric must return one value per position, {tuple(logits.shape[:2])}, got "
                     f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__}"
                 )
             return value.float()

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
-    from probelens.tasks.base import Batch, Task
+    from probelens.tasks.base import Task
+    from probelens.tasks.data import Batch
 
 __all__ = ["EvalResult", "evaluate"]
 

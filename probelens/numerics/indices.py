@@ -33,7 +33,7 @@ READABLE = 0.2
 
 @dataclass(frozen=True)
 class ProfileIndices(Result):
-    """The profile statistics of one architecture on one task, and what they allow to be said.
+    """The profile statistics of one architecture on one task, and the verdict that they allow.
 
     Args:
         verdict: "late", "immediate", "gradual", "undetermined" or "not learned".
@@ -93,7 +93,7 @@ def profile_statistics(accuracy: ArrayLike | Tensor, baseline: ArrayLike | Tenso
 
     Args:
         accuracy: Embedding first, then each block. (..., layer + 1)
-        baseline: What a guess gets; broadcasts. (...)
+        baseline: Accuracy of a guess; broadcasts. (...)
 
     Returns:
         Each statistic, (...). NaN where it is undefined: all where nothing is readable, and
@@ -118,7 +118,7 @@ def profile_statistics(accuracy: ArrayLike | Tensor, baseline: ArrayLike | Tenso
 
 
 def verdict(low: dict[str, float], high: dict[str, float]) -> tuple[str, str]:
-    """The word for a profile whose statistics lie between these bounds, and why.
+    """The verdict on a profile whose statistics lie between these bounds, and its reason.
 
     *immediate* if ``early_share`` > 0.9; *late* if ``final_share`` > 0.5; *gradual* if
     ``concentration`` < 0.5 and ``com`` within (0.25, 0.75); each must hold at the interval's
@@ -130,7 +130,7 @@ def verdict(low: dict[str, float], high: dict[str, float]) -> tuple[str, str]:
         high: Upper bound of each.
 
     Returns:
-        The word and the bounds that decided.
+        The verdict and the bounds that decided.
 
     Examples:
         >>> ends = {"com": 0.9, "concentration": 0.8, "final_share": 0.7, "early_share": 0.1, "l95": 3}
@@ -169,7 +169,7 @@ def profile_indices(
         accuracy: Accuracy of each test sequence at each layer, embedding first:
             (seed, sequence, layer + 1), a list with one (sequence, layer + 1) per seed, or
             (row, layer + 1) with ``seeds``.
-        baseline: What a guess gets: one number () or one per seed. (seed,)
+        baseline: Accuracy of a guess: one number () or one per seed. (seed,)
         seeds: Seed of each row of flat accuracies. (row,)
         solved: The model's own accuracy at positions over 20: one number () or one per seed, (seed,).
             None skips this check, for pretrained models that were not trained on the task.
@@ -235,7 +235,7 @@ def reversal(
     level: float = 0.95,
     seed: int = 0,
 ) -> Interval:
-    """Whether two families swap the order in which they build a variable up between two tasks.
+    """Whether two families swap, between two tasks, the order in which they build up a variable.
 
     Δ = [COM(SSM) − COM(Transformer)] on Parity − [the same] on Dyck. It is a reversal when the
     interval lies above 0: a difference in each task alone is not enough.
@@ -251,7 +251,7 @@ def reversal(
         seed: Seeds the draws.
 
     Returns:
-        Interval of Δ.
+        The interval of Δ.
 
     Raises:
         ShapeError: Not four baselines, or fewer than two blocks.

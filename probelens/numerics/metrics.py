@@ -1,7 +1,7 @@
-"""Small functions that score logits, one number per example, ready for ``metric=``.
+"""Functions that score logits, one number per example, for ``metric=``.
 
-Each takes logits and labels and averages the positions that count; a sweep keeps the examples
-apart, so that intervals can resample them.
+Each takes logits and labels and averages the positions that count. Examples are not averaged, so that
+intervals can resample them.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def recovered(patched: Tensor, clean: Tensor, corrupted: Tensor) -> Tensor:
 
 
 def _check(logits: Tensor, labels: Tensor | None, mask: Tensor | None, labelled: bool = True) -> Tensor:
-    """The mask of counted positions, after all that can be wrong with a metric's inputs."""
+    """Check a metric's inputs; the mask of counted positions."""
     for name, other in (("logits", logits), ("labels", labels), ("mask", mask)):
         wanted = {"logits": True, "labels": labelled, "mask": mask is not None}[name]
         if wanted and not isinstance(other, Tensor):

@@ -1,4 +1,4 @@
-"""PyTorch's modes around a call: what they must not reach, and what a computation of ours needs."""
+"""PyTorch's modes around the library's own computations: without autocast, and with gradients where needed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KINDS = ("cpu", "cuda", "mps", "xpu")
 
 
 def autocasting() -> list[str]:
-    """The kinds of device for which the caller switched autocast on."""
+    """Kinds of device for which autocast is on."""
     return [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
 
 
@@ -32,7 +32,7 @@ def full_precision() -> Iterator[None]:
 
 
 def exact(fn: Callable[P, R]) -> Callable[P, R]:
-    """A function whose numbers don't depend on autocast: that is for the model, not for what is measured on it."""
+    """Run a function without autocast, which is meant for the model and not for measurements on it."""
 
     @functools.wraps(fn)
     def outside(*args: P.args, **kwargs: P.kwargs) -> R:

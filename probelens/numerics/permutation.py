@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -27,7 +28,7 @@ _CHUNK = 2**22  # elements of a table of flips held at once
 
 @dataclass(frozen=True)
 class SignFlip(Result):
-    """What a sign-flip test found, and what it could have found at best.
+    """The outcome of a sign-flip test, and the smallest p value that it could have had.
 
     Args:
         mean: Mean difference. (...)
@@ -64,7 +65,7 @@ def smallest_p(n: int, alternative: Alternative = "two-sided") -> float:
         alternative: "two-sided", "greater" or "less".
 
     Returns:
-        2 / 2^n, or 1 / 2^n one-sided. Four seeds can't go under 0.125 two-sided; six reach 0.031.
+        2 / 2^n, or 1 / 2^n one-sided. Four seeds can't go below 0.125 two-sided; six reach 0.031.
 
     Raises:
         InputError: A negative ``n``.
@@ -74,7 +75,7 @@ def smallest_p(n: int, alternative: Alternative = "two-sided") -> float:
         (0.125, 0.03125)
     """
     if n < 0:
-        raise InputError(f"n={n}: the number of differences")
+        raise InputError(f"n={n} must be a number of differences, at least 0")
     return min(1.0, (2.0 if alternative == "two-sided" else 1.0) * 2.0**-n)
 
 
@@ -110,18 +111,17 @@ def sign_flip(
         tensor(0.1250, dtype=torch.float64)
     """
     table, shape = _differences(differences)
-    flips, exact = _flips(len(table), n_permutations, seed)
     observed = table.mean(axis=0)
-    count = np.zeros(table.shape[1])
-    slack = 1e-12 * np.abs(table).mean(axis=0)  # rounding must not break a tie with the observed pattern
-    for part in np.array_split(flips, max(1, flips.shape[0] * max(table.shape) // _CHUNK)):
-        flipped = _side(part @ table / len(table), alternative)
-        count += (flipped >= _side(observed, alternative) - slack).sum(axis=0)
-    p = count / len(flips) if exact else (count + 1) / (len(flips) + 1)
+    tie = 1e-12 * np.abs(table).mean(axis=0)  # rounding must not break a tie with the observed pattern
+
+    def as_large(means: Array) -> Array:
+        return _side(means, alternative) >= _side(observed, alternative) - tie
+
+    p, tried, exact = _share(table, as_large, n_permutations, seed)
     return SignFlip(
         mean=torch.from_numpy(observed.reshape(shape).copy()),
         p=torch.from_numpy(p.reshape(shape).copy()),
-        smallest_p=max(smallest_p(len(table), alternative), 0.0 if exact else 1.0 / (len(flips) + 1)),
+        smallest_p=max(smallest_p(len(table), alternative), 0.0 if exact else 1.0 / (tried + 1)),
         n=len(table),
         exact=exact,
         alternative=alternative,
@@ -162,7 +162,6 @@ def max_t(
     """
     table, shape = _differences(differences)
     n, k = table.shape
-    flips, exact = _flips(n, n_permutations, seed)
     square = (table**2).sum(axis=0)
 
     def t(mean: Array) -> Array:
@@ -173,14 +172,14 @@ def max_t(
 
     observed = t(table.mean(axis=0))
     order = np.argsort(-observed)
-    count = np.zeros(k)
-    for part in np.array_split(flips, max(1, len(flips) * max(n, k) // _CHUNK)):
-        scores = t(part @ table / n)[:, order]
-        largest = np.maximum.accumulate(scores[:, ::-1], axis=1)[:, ::-1]
-        count += (largest >= observed[order] * (1 - 1e-9 * np.sign(observed[order]))).sum(axis=0)
-    p = count / len(flips) if exact else (count + 1) / (len(flips) + 1)
+    bar = observed[order] * (1 - 1e-9 * np.sign(observed[order]))
+
+    def as_large(means: Array) -> Array:
+        scores = t(means)[:, order]
+        return np.maximum.accumulate(scores[:, ::-1], axis=1)[:, ::-1] >= bar
+
     adjusted = np.empty(k)
-    adjusted[order] = np.maximum.accumulate(p)
+    adjusted[order] = np.maximum.accumulate(_share(table, as_large, n_permutations, seed)[0])
     return torch.from_numpy(adjusted.reshape(shape))
 
 
@@ -224,14 +223,26 @@ def _differences(differences: ArrayLike | Tensor) -> tuple[Array, tuple[int, ...
     return table.reshape(len(table), -1), table.shape[1:]
 
 
-def _flips(n: int, n_permutations: int, seed: int) -> tuple[Array, bool]:
+def _share(
+    table: Array, as_large: Callable[[Array], Array], n_permutations: int, seed: int
+) -> tuple[Array, int, bool]:
+    """The share of sign patterns that are ``as_large`` as the observed one, their number, and whether they are all.
+
+    Two-sided tests count the patterns of either sign; SciPy's permutation_test doubles the smaller tail, which
+    random patterns make larger than that.
+    """
+    n, width = len(table), max(table.shape)
     if n_permutations < 1:
         raise InputError(f"n_permutations must be at least 1, got {n_permutations}; 10,000 is usual")
-    if n < 60 and 2**n <= n_permutations:
-        bits = (np.arange(2**n)[:, None] >> np.arange(n)) & 1
-        return np.where(bits == 1, -1.0, 1.0), True
-    rng = np.random.default_rng(seed)
-    return rng.choice([-1.0, 1.0], size=(n_permutations, n)), False
+    exact = n < 60 and 2**n <= n_permutations
+    if exact:
+        flips = np.where((np.arange(2**n)[:, None] >> np.arange(n)) & 1 == 1, -1.0, 1.0)
+    else:
+        flips = np.random.default_rng(seed).choice([-1.0, 1.0], size=(n_permutations, n))
+    count = np.zeros(table.shape[1])
+    for part in np.array_split(flips, max(1, len(flips) * width // _CHUNK)):
+        count += as_large(part @ table / n).sum(axis=0)
+    return (count if exact else count + 1) / (len(flips) + (not exact)), len(flips), exact
 
 
 def _side(values: Array, alternative: Alternative) -> Array:

@@ -103,13 +103,13 @@ class Interval(Result):
         return px.scatter(table, x="index", y="estimate", error_y="above", error_y_minus="below", title=title)
 
     def excludes(self, value: float = 0.0) -> Tensor:
-        """Whether the interval leaves ``value`` out.
+        """Whether the interval excludes ``value``.
 
         Args:
             value: Usually 0: no effect.
 
         Returns:
-            True where the interval leaves it out. (...) bool
+            True where the interval excludes it. (...) bool
         """
         return (self.low > value) | (self.high < value)
 
@@ -144,7 +144,7 @@ def hierarchical_bootstrap(
     width. Accuracies near the ceiling are skewed, and
     ``scale="logit"`` covers better there: the same interval of log odds, taken back to a fraction.
     Neither can hold when one seed in ten behaves differently and the sample has none of those.
-    When all seeds are scored on the same sequences, it speaks of other seeds on these sequences.
+    When all seeds are scored on the same sequences, the interval is about other seeds on these sequences.
 
     Args:
         values: Numbers per example: (seed, example, ...), a list with one (example, ...) per seed
@@ -153,8 +153,8 @@ def hierarchical_bootstrap(
         seeds: Seed of each row of flat ``values``. (row,)
         statistic: Function of a seed's mean vector, vectorised over leading axes:
             (..., *features) -> (..., *out). Default: the mean itself.
-        scale: "logit" for accuracies and other shares, which stay between 0 and 1. Not for what may
-            be of either sign, as a drop is. A share of exactly 0 or 1 has no interval beside itself.
+        scale: "logit" for accuracies and other shares, which stay between 0 and 1. Not for values
+            that may have either sign, such as a drop. A share of exactly 0 or 1 has an interval of width zero.
         n_draws: Bootstrap draws.
         level: Nominal coverage.
         seed: Seeds the draws.
@@ -268,7 +268,7 @@ def contrast(
     if scale == "logit" and not ((estimate >= 0) & (estimate <= 1)).all():
         raise InputError(
             f'scale="logit" is for shares between 0 and 1, got {estimate.min():.4g} to {estimate.max():.4g}. '
-            'Give scale="linear" for what may be of either sign.'
+            'Give scale="linear" for values that may have either sign.'
         )
     move = calibrate_share if scale == "logit" else calibrate
     draws, low, high = move(estimate, np.asarray(raw), half, level)
@@ -361,7 +361,7 @@ def ratio_of_means(
     def ratio(means: Array) -> Array:
         lead = means.shape[:-1]
         below = means[..., :size].reshape((*lead, *inner, *(1,) * (len(outer) - len(inner))))
-        # A resample of few examples may have no gap at all: its ratio is undefined, which NaN says.
+        # A resample of few examples may have no gap at all; its ratio is then undefined, which is NaN.
         with np.errstate(divide="ignore", invalid="ignore"):
             return means[..., size:].reshape((*lead, *outer)) / below
 

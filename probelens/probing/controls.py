@@ -1,8 +1,8 @@
-"""Control tasks: labels that tell nothing, to measure what a probe can memorise.
+"""Control tasks: random labels by context, to measure what a probe can memorise.
 
-Hewitt and Liang give each word type a random label. A probe that scores well there scores by memorising.
-Formal tasks have too few tokens for that, so here the type is a window of the last w tokens, w chosen so that
-there are about 256 of them.
+Hewitt and Liang give each word type a random label, so a probe scores well there by memorising only. Formal
+tasks have too few tokens for that: here the type is a window of the last w tokens, with w chosen so that there
+are about 256 of them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def contexts(
 
     Args:
         tokens: Token ids. (batch, pos)
-        n_contexts: How many different windows are wanted. w is the least with as many, or the one beyond
-            which there are no more, or each position that counts has its own.
+        n_contexts: Number of different windows wanted. w is the smallest that gives as many, or the largest that
+            still adds any.
         mask: True where a position counts. (batch, pos)
-        w: Length of the windows; None: as above.
+        w: Length of the windows; None: chosen by ``n_contexts``.
 
     Returns:
         Ids from 0, hashed down to ``n_contexts`` where there are more, and w. (batch, pos), ()
@@ -61,7 +61,7 @@ def contexts(
         ids = flat.reshape(x.shape)
         back += 1
         now = len(np.unique(ids[keep]))
-        # Where over all positions a longer window tells no more apart, none ever will.
+        # Where a longer window distinguishes nothing new, neither does any longer one.
         if w is None and (now >= n_contexts or now == keep.sum() or len(windows) == kinds):
             break
         kinds = len(windows)
@@ -79,15 +79,15 @@ def control_labels(
     w: int | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """Labels that depend on the last w tokens only, at random, as frequent as the real ones.
+    """Random labels that depend on the last w tokens only, each as frequent as the real one.
 
     Args:
         tokens: Token ids. (batch, pos)
         labels: The real labels, whose frequencies are matched: class ids, or numbers. (batch, pos)
         mask: True where a label counts. (batch, pos)
         n_contexts: Number of contexts, as in `contexts`.
-        w: Tokens in a context; None: as many as give that number.
-        seed: Of the assignment.
+        w: Tokens in a context; None: chosen by ``n_contexts``.
+        seed: Seeds the assignment.
 
     Returns:
         Control labels, of the dtype of ``labels``. (batch, pos)
@@ -121,7 +121,7 @@ def control_labels(
         drawn = rng.choice(real[keep], size=len(sizes))
         return torch.as_tensor(drawn[where], device=labels.device).to(labels.dtype)
     kinds, counts = np.unique(real[keep], return_counts=True)
-    # Large contexts first, each to a class drawn by how much of its share is still open.
+    # Large contexts first; each class is drawn in proportion to how much of its share is left.
     open_share = counts.astype(float)
     given = np.zeros(len(sizes), np.int64)
     for context in np.lexsort((rng.random(len(sizes)), -sizes)):

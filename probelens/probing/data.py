@@ -1,4 +1,4 @@
-"""What ``probe`` was given, checked and brought into one shape: (n, pos, d) activations, (n, pos) labels."""
+"""The input of ``probe``, checked and in one shape: (n, pos, d) activations, (n, pos) labels."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Data:
 
     @classmethod
     def of(cls, acts: Any, labels: Any, groups: Any, mask: Any, tokens: Any) -> Data:
-        """Check everything and give it one shape; arguments as ``probe``."""
+        """Check everything and bring it into one shape; the arguments are those of ``probe``."""
         tensors, layers, kept = _sites(acts)
         whole = None if tokens is None else tensor_of("tokens", tokens).cpu()
         if kept is not None:
@@ -66,7 +66,7 @@ class Data:
         mask = torch.ones(shape, dtype=torch.bool) if mask is None else cut(mask).bool()
         if tuple(mask.shape) != shape:
             raise ShapeError(
-                f"mask has shape {tuple(mask.shape)}, the activations {shape}: one value a position"
+                f"mask has shape {tuple(mask.shape)}, the activations {shape}: give one value per position"
             )
         if not bool(mask.any()):
             raise InputError("the mask is False everywhere: no label counts")
@@ -81,7 +81,7 @@ class Data:
         groups = torch.arange(shape[0]) if groups is None else tensor_of("groups", groups).cpu()
         if groups.shape != (shape[0],):
             raise ShapeError(
-                f"groups has shape {tuple(groups.shape)}; it must be ({shape[0]},), one a sequence"
+                f"groups has shape {tuple(groups.shape)}; it must be ({shape[0]},), one per sequence"
             )
         seen, at = _tokens(whole, kept, flat, shape)
         if whole is not None:
@@ -130,7 +130,7 @@ class Data:
             if found < least:
                 raise InputError(
                     f"only {found} {side} sequences have a label that counts, of {len(self.mask)} in all; "
-                    f"{least} needed. Give more sequences, other splits, or another mask."
+                    f"at least {least} needed. Give more sequences, other splits, or another mask."
                 )
 
 
@@ -146,7 +146,7 @@ def _tokens(
             "whole sequences"
         )
     if flat:
-        # Where in its sequence such a row stands isn't known, so tokens only keep copies together.
+        # The position of such a row in its sequence isn't known, so tokens only keep copies together.
         return None, None
     if tokens.shape[1] == shape[1]:
         return tokens, None
@@ -189,7 +189,7 @@ def _label(name: str, y: Tensor, mask: Tensor, shape: tuple[int, ...]) -> Tensor
     """One label, checked: class ids as int64, numbers as float64."""
     if tuple(y.shape) != shape:
         raise ShapeError(
-            f"labels {name!r} have shape {tuple(y.shape)}, the activations {shape}: one label a position"
+            f"labels {name!r} have shape {tuple(y.shape)}, the activations {shape}: give one label per position"
         )
     kept = y[mask]
     if y.is_floating_point():

@@ -17,7 +17,7 @@ from probelens.probing.splits import Split
 
 __all__ = ["Fitted", "by_position", "share"]
 
-# The walk towards larger C ends after so many in a row that bring nothing on validation.
+# The search towards larger C ends after so many in a row without a gain on validation.
 _PATIENCE = 2
 
 
@@ -47,7 +47,7 @@ class Fitted:
         x_train = x[split.train][train]
         rows = _some(len(x_train), max_rows, seed)
         x_train, x_val, x_test = x_train[rows], x[split.val][val], x[split.test]
-        # In float64 a large offset leaves digits that float32 has not; it is taken off before they are lost.
+        # float32 can't hold a large offset and the digits after it, so the offset is subtracted in float64 first.
         offset = torch.zeros(x.shape[-1], dtype=torch.float64)
         if x.dtype == torch.float64:
             offset = x_train.mean(0)
@@ -71,7 +71,7 @@ class Fitted:
             loss.append(float(cross_entropy(logits.double(), val_ys[which])))
             if len(score) <= _PATIENCE or max(score[-_PATIENCE:]) > max(score[:-_PATIENCE]):
                 return False
-            # A probe of a rare class says the most frequent one until C is large; only its loss shows that it learns.
+            # A probe of a rare class guesses the most frequent one until C is large; only its loss shows that it learns.
             return max(score) > blind[which] or min(loss[-_PATIENCE:]) >= min(loss[:-_PATIENCE])
 
         fits: dict[str, LogisticFit] = {}
@@ -79,7 +79,7 @@ class Fitted:
             shared = Factorised.of(x_train, standardize=True)
             paths = fit_path(shared, ys, sorted(Cs), n_classes=counts, tol=tol, stop=no_gain)
             for name, path, score in zip(tasks, paths, scores, strict=True):
-                # On a tie the smaller C, which asks for less.
+                # On a tie the smaller C: the simpler probe.
                 fits[name] = path[max(range(len(path)), key=lambda i: (score[i], -i))]
         guess = {
             name: fit.logits(x_test.flatten(0, 1)).argmax(1).unflatten(0, x_test.shape[:2])
@@ -104,7 +104,7 @@ def _some(n: int, most: int | None, seed: int) -> Tensor:
 
 
 def share(right: Tensor) -> float:
-    """The share that is True."""
+    """Share of True values."""
     return right.double().mean().item()
 
 

@@ -53,7 +53,7 @@ class _Linear(BaseEstimator):
         x = as_features(X)
         count = len(y) if np.ndim(y) else 0
         if count != len(x):
-            raise ShapeError(f"y has {count} labels for {len(x)} rows of X; they must be as many")
+            raise ShapeError(f"y has {count} labels for {len(x)} rows of X; give one per row")
         y = check_array(y, ensure_2d=False, allow_nd=True, dtype=None)
         if hasattr(self, "feature_names_in_"):
             del self.feature_names_in_
@@ -139,7 +139,7 @@ class LinearProbe(ClassifierMixin, _Linear):
             ShapeError: Labels or weights don't fit the rows.
 
         Warns:
-            ConvergenceWarning: max_iter came before tol.
+            ConvergenceWarning: ``max_iter`` iterations didn't reach ``tol``.
         """
         x, y = self._training(X, y)
         check_classification_targets(y)

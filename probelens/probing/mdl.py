@@ -1,7 +1,7 @@
 """Online codelength: how many bits the labels cost someone who has the activations.
 
-A probe's accuracy stops at its ceiling; its codelength still falls when the same accuracy is reached from
-fewer examples. The labels are sent block by block, each coded with the probe fitted on all blocks before it.
+Where accuracy is at its ceiling, the codelength still falls when that accuracy is reached from fewer
+examples. The labels are sent block by block, each coded with the probe fitted on all blocks before it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def online_codelength(
             in the middle of one. None: the rows are sent in the order given. (n,)
         portions: Ascending shares of the rows at which a block ends; the last is 1.
         Cs: Inverse penalties to choose from.
-        seed: Of the order of the groups.
+        seed: Seeds the order of the groups.
         tol: Relative gap in the objective at which the solver stops.
 
     Returns:

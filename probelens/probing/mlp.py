@@ -1,4 +1,4 @@
-"""A small MLP probe: finds what is there in a form that no linear probe reads."""
+"""A small MLP probe, which finds information that no linear probe reads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Rows = tuple[Tensor, Tensor]
 
 @dataclass(eq=False)
 class MLPProbe:
-    """One hidden layer, trained with Adam, stopped when validation loss no longer falls.
+    """An MLP with one hidden layer, trained with AdamW until the validation loss no longer falls.
 
     Deterministic: everything random comes from ``seed``, and the global random state isn't touched. Features
     are standardised on the training rows.
@@ -31,8 +31,8 @@ class MLPProbe:
         hidden: Width of the hidden layer.
         lr: Learning rate.
         batch_size: Rows per step.
-        max_epochs: Passes over the training rows at most.
-        patience: Epochs without a lower validation loss before it stops.
+        max_epochs: Most passes over the training rows.
+        patience: Epochs without a lower validation loss after which training stops.
         weight_decay: Decoupled weight decay.
         seed: Of the initial weights and the order of the rows.
 
@@ -41,7 +41,7 @@ class MLPProbe:
         n_epochs_: Epochs run.
 
     Source:
-        Used as the check for non-linear residue after a linear erasure, Ravfogel et al. 2020,
+        As the check for non-linear residue after a linear erasure: Ravfogel et al. 2020,
         arXiv 2004.07667, section 5.
 
     Examples:
@@ -61,12 +61,12 @@ class MLPProbe:
 
     @exact
     def fit(self, X: Any, y: Any, X_val: Any, y_val: Any, n_classes: int | None = None) -> MLPProbe:
-        """Train on some rows, stop by others.
+        """Train on some rows and stop early by others.
 
         Args:
             X: Features. (n, d)
             y: Class ids from 0. (n,)
-            X_val: Features to stop by. (n_val, d)
+            X_val: Validation features. (n_val, d)
             y_val: Their class ids. (n_val,)
             n_classes: Number of classes; None: one more than the largest id.
 
@@ -167,7 +167,7 @@ def mlp_accuracy(train: Rows, val: Rows, test: Rows, *, seed: int = 0, hidden: i
 
     Args:
         train: Features (n, d) and class ids (n,) to train on.
-        val: The same, to stop by.
+        val: The same, for early stopping.
         test: The same, to score.
         seed: Of the probe.
         hidden: Width of the hidden layer.

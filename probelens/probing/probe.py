@@ -1,7 +1,7 @@
-"""``probe``: the protocol that makes an accuracy mean something, and its result.
+"""``probe``: linear probes, with the baselines and controls that their scores are compared with.
 
-Split by sequence, standardise on train, choose C on validation, test once; beside each accuracy its
-baselines, the untrained model, a control task and the codelength.
+Split by sequence, standardise on train, choose C on validation, test once; beside each score are its
+baselines and, where asked for, the untrained model, a control task and the codelength.
 """
 
 from __future__ import annotations
@@ -48,30 +48,30 @@ def probe(
     n_boot: int = 1000,
     progress: bool = False,
 ) -> ProbeResult:
-    """Fit linear probes at every site for every label, with what belongs beside their accuracy.
+    """Fit linear probes at every site for every label, with baselines and controls beside each score.
 
     Args:
         acts: Activations, a dict of tensors by site, or one tensor. each (n, pos, d) or (n, d)
         labels: Class ids (integers) or numbers (floating point; ridge probes, scored by R²), one
             tensor or a dict by label. Where only some positions were collected, labels and masks may
             have all of them. each (n, pos) or (n,)
-        groups: What a split must keep together; each sequence by itself if None. Sequences of equal
+        groups: What a split keeps together; each sequence is its own group if None. Sequences of equal
             tokens are kept together as well. (n,)
         mask: Where labels count; ``acts.mask`` if None. (n, pos)
         tokens: For the position and last-w-tokens baselines; ``acts.tokens`` if None. Give those of all
-            positions where only some were collected: what the last tokens give away is read from them. For
+            positions where only some were collected: the baseline of the last tokens is read from them. For
             (n, d) activations the whole sequences, to keep copies together. (n, pos) or (n, T)
         untrained: The same sites of the same architecture at random initialisation.
         control_task: Also probe labels that are a hash of the last few tokens, as many as make about
             256 contexts, for selectivity.
         mdl: Also the online codelength of class labels.
         w: Window of the last-w-tokens baseline.
-        Cs: Inverse penalties to choose from on validation, for class labels. The walk upwards ends
-            early where two in a row bring nothing.
+        Cs: Inverse penalties to choose from on validation, for class labels. The search upwards ends
+            early after two in a row without a gain.
         alphas: Penalties to choose from on validation, for numbers, on standardised features.
         splits: Shares of train, validation and test, of groups.
-        seed: Of the split, when ``seeds`` is None.
-        seeds: Several seeds: one split, one set of probes each.
+        seed: Seeds the split, where ``seeds`` is None.
+        seeds: Several seeds, each with a split and probes of its own.
         max_rows: At most so many training rows of class labels, and rows of the codelength, drawn at
             random; None for all.
         tol: Relative gap in the objective at which the solver stops.

@@ -1,7 +1,7 @@
-"""What can still be read after an ablation: by a linear probe, by a small MLP, and at each position by itself.
+"""Probes refitted after an ablation: a linear one, a small MLP, and one at each position.
 
-A code can hide from a probe that is pooled over positions, for example by changing its sign with the
-position. So probes are refitted in both ways, and each has its own baseline.
+A probe that is pooled over positions misses a code that, for example, changes its sign with the position. So
+probes are refitted in both ways, and each has its own baseline.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ALPHAS = tuple(10.0**k for k in range(-3, 4))
 
 @dataclass(frozen=True, eq=False)
 class PositionProbes:
-    """Accuracy of probes of which each is fitted and tested at one position.
+    """Accuracy of one probe per position, each fitted and tested there.
 
     Args:
         accuracy: Over all test rows.
@@ -96,7 +96,7 @@ def position_probes(x: Tensor, labels: Tensor, mask: Tensor, split: Split) -> Po
 
 
 def guess_accuracy(labels: Tensor, mask: Tensor, split: Split) -> tuple[float, float]:
-    """Test accuracy of the best guess without looking: from nothing, and from the position alone.
+    """Test accuracy of guesses without activations: of a constant, and from the position alone.
 
     Args:
         labels: Class ids. (n, pos)
@@ -226,7 +226,7 @@ def refit_accuracy(
 
 
 def _gap(before: Tensor, after: Tensor, keep: Tensor, groups: Tensor) -> dict[str, float | None]:
-    """What a probe read before and no longer reads after, with its interval over groups."""
+    """Accuracy lost between two probes, with its interval over groups."""
     lost, counted = by_group(groups, (before.double() - after.double()).sum(-1), keep.double().sum(-1))
     if len(lost) < 2:
         gap = float(lost.sum() / counted.sum())
@@ -249,7 +249,7 @@ def refit_check(
     margin: float = 0.02,
     seed: int = 0,
 ) -> tuple[dict[str, Any], Tensor]:
-    """Every probe that an ablation must face, trained and tested on ablated activations.
+    """All probes that an ablation is tested with, trained and tested on ablated activations.
 
     A variable that no probe reads after the ablation may never have been there. So where no linear probe
     read it before either, the other probes are fitted on the untouched activations too.
@@ -266,7 +266,7 @@ def refit_check(
         seed: Of the split.
 
     Returns:
-        probe_accuracy (linear, before), refit_accuracy (linear, after), refit_gap (the one less the other)
+        probe_accuracy (linear, before), refit_accuracy (linear, after), refit_gap (before minus after)
         with refit_gap_lo and refit_gap_hi (over groups, paired), refit_mlp_accuracy,
         refit_position_accuracy (one probe per position), majority, position_baseline (best guess
         from the position alone), baseline (the larger of the two), refit_n_test, readable_before and
@@ -285,13 +285,13 @@ def refit_check(
         refit_position_accuracy=position_probes(ablated, labels, mask, split).accuracy,
         majority=majority,
         position_baseline=position,
-        # Position is no memory of the variable: what it gives away alone is not counted as read.
+        # What the position alone tells isn't counted as read.
         baseline=max(majority, position),
     )
     bar = row["baseline"] + chance_margin(row["baseline"], margin)
     after = [row["refit_accuracy"], row["refit_mlp_accuracy"], row["refit_position_accuracy"]]
     row["readable_after"] = any(found is not None and found > bar for found in after)
-    # An ablation adds nothing to what can be read, so what is read after it was there before.
+    # An ablation adds no information, so what is read after it was readable before.
     row["readable_before"] = row["readable_after"] or row["probe_accuracy"] > bar
     row.update(probe_position_accuracy=None, probe_mlp_accuracy=None)
     if not row["readable_before"]:

@@ -66,8 +66,8 @@ def split_by_group(groups: Tensor, fractions: Sequence[float] = FRACTIONS, seed:
     n_val, n_test = max(1, round(shares[1] * n)), max(1, round(shares[2] * n))
     if n < 3 or n - n_val - n_test < 1:
         raise InputError(
-            f"{n} sequences are too few to split {tuple(shares)}: train, validation and test need one each "
-            "at least, and a few dozen to mean anything. Pass more sequences, or groups that are finer."
+            f"{n} sequences are too few to split {tuple(shares)}: train, validation and test need at "
+            "least one each, and a few dozen to be meaningful. Pass more sequences, or finer groups."
         )
     order = np.random.default_rng([seed, 0x5B117]).permutation(n)
     side = np.zeros(n, dtype=np.int64)
@@ -78,11 +78,11 @@ def split_by_group(groups: Tensor, fractions: Sequence[float] = FRACTIONS, seed:
 
 
 def real_tokens(tokens: Tensor, mask: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-    """Tokens with -1 for padding, so that sequences can be compared whatever stands there.
+    """Tokens with -1 for padding, so that padding makes no sequences differ.
 
     Args:
         tokens: (n, pos)
-        mask: Where labels count; what comes after the last of them can't tell one sequence from another. (n, pos)
+        mask: Where labels count; tokens after the last of them are treated as padding. (n, pos)
         attention_mask: True on real tokens. (n, pos)
 
     Returns:
@@ -129,7 +129,7 @@ def copies_together(tokens: Tensor, groups: Tensor) -> Tensor:
         shapes = f"{tuple(tokens.shape)} and {tuple(groups.shape)}"
         raise ShapeError(f"tokens must be (n, pos) and groups (n,), got {shapes}")
     if len(tokens) != len(groups):
-        raise ShapeError(f"{len(tokens)} token sequences for {len(groups)} groups; they must be as many")
+        raise ShapeError(f"{len(tokens)} token sequences for {len(groups)} groups; give one per sequence")
     if not tokens.shape[1]:
         raise ShapeError(f"tokens have no position: {tuple(tokens.shape)}")
     _, same = torch.unique(tokens, dim=0, return_inverse=True)

@@ -1,6 +1,6 @@
-"""Subspaces from probes, means and variance, and the random ones that an ablation is compared with.
+"""Subspaces fitted from activations: from probes, class means and variance.
 
-All of them are read off activations of the raw space, so that removing one is an edit of the model.
+All are in the space of the activations as they are, so that removing one is an edit of the model.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def from_probe(
             only: that of its training rows. (d,)
         scale: Standard deviation by which each feature was divided before the fit; none for a
             ``ProbeResult``, which has its rows in raw space already. (d,)
-        site: Which site of a ``ProbeResult``; may be left out when there is one.
-        label: Which label of a ``ProbeResult``, and the subspace's name; default "probe".
-        seed: Which seed of a ``ProbeResult``; default: the first.
+        site: Site of a ``ProbeResult``; None where there is only one.
+        label: Label of a ``ProbeResult``, and the subspace's name; default "probe".
+        seed: Seed of a ``ProbeResult``; None for the first.
         rank: Keep only the directions in which the rows differ most.
 
     Returns:
@@ -62,8 +62,7 @@ def from_probe(
 
     Raises:
         ShapeError: Rows, mean or scale that don't fit together.
-        InputError: Rows that are all equal: a probe without any direction; no mean; or no such
-            probe in the result.
+        InputError: Rows that are all equal, no mean, or no such probe in the result.
 
     Source:
         Row space and rank: Ravfogel et al. 2020, arXiv 2004.07667, section 4.
@@ -99,7 +98,7 @@ def from_probe(
         rows = rows - rows.mean(0)
     basis = orthonormal_rows(rows)
     if not len(basis):
-        raise InputError("the rows of the probe are all equal, so they point nowhere: was it fitted?")
+        raise InputError("the rows of the probe are all equal, so it has no direction. Was it fitted?")
     return Subspace(_cut(basis, rank), centre, "probe" if label is None else label)
 
 
@@ -108,7 +107,7 @@ def probe_rows(probes: Any, label: str | None = None, *, rank: int | None = None
 
     Args:
         probes: What ``probelens.probe`` returned.
-        label: Which label; may be left out when there is one.
+        label: Label; None where there is only one.
         rank: Keep at most so many directions, those in which the rows differ most.
 
     Returns:
@@ -116,7 +115,7 @@ def probe_rows(probes: Any, label: str | None = None, *, rank: int | None = None
         empty: removing it removes nothing.
 
     Raises:
-        InputError: Not a ``ProbeResult``, a label it lacks, or several labels and none chosen.
+        InputError: Not a ``ProbeResult``, no such label, or several labels and none given.
 
     Examples:
         >>> import probelens as pl
@@ -240,7 +239,7 @@ def pca(X: Tensor, rank: int, mask: Tensor | None = None, *, label: str = "pca")
 
 
 def top_pca(rank: int, covariance: Tensor, mean: Tensor, *, label: str = "top pca") -> Subspace:
-    """The directions of largest variance of a known covariance: the control of equal rank that costs most.
+    """The directions of largest variance of a known covariance: the control that removes most variance at equal rank.
 
     Args:
         rank: How many directions.

@@ -29,16 +29,16 @@ CS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 
 @dataclass(frozen=True, repr=False)
 class Inlp(Subspace):
-    """The subspace that INLP removed, and how far it got.
+    """The subspace that INLP removed, and whether it reached chance.
 
     Args:
         basis: Orthonormal rows in the order of their removal. (rank, d)
         mean: Mean of the training rows. (d,)
         label: Name.
-        stopped: "at chance", or what ended it before: "max_rank" or "nothing left to remove".
+        stopped: Why it ended: "at chance", "max_rank" or "nothing left to remove".
         accuracy: Held-out accuracy of the last refitted probe.
-        baseline: What it was compared with.
-        margin: At chance means accuracy ≤ baseline + margin, or less next to a baseline near 1.
+        baseline: Accuracy that it was compared with.
+        margin: At chance means accuracy ≤ baseline + margin; the margin is smaller for a baseline near 1.
         history: One row per fit: step, rank removed before it, held-out accuracy, baseline, C,
             n_iter, each of two products with the features.
     """
@@ -90,7 +90,7 @@ def inlp(
     Sequences are split 60/20/20. Each step fits a multinomial logistic probe on the training rows
     without the directions found so far, scores it on the last fifth, and adds its rows. C is
     chosen on the second fifth at the first step and kept; before the loop may stop at chance, all
-    C are tried again, so that a penalty that no longer suits can't pass for an erasure.
+    C are tried again, so that an unsuitable penalty isn't taken for an erasure.
 
     The features are factorised once. A probe on activations without Q is a probe whose weights are
     orthogonal to Q, so no step copies or refactorises them.
@@ -98,17 +98,17 @@ def inlp(
     Args:
         X: Activations. (..., d)
         y: Class ids. (...)
-        groups: Sequence of each row; rows of one never come to lie in two parts. Default: the first
+        groups: Sequence of each row, which a split keeps together. Default: the first
             axis of ``X`` where it has more than two, otherwise every row is its own. (...)
         mask: True for the rows to use. (...)
         baseline: Accuracy of a guess. Default: the training majority class, on the held-out rows.
             Give the position-only one where the label depends on the position.
-        margin: How near the baseline counts as chance; next to a baseline near 1 at most a
-            quarter of what is left to read.
+        margin: Largest distance above the baseline that counts as chance; at most a quarter of the
+            distance from the baseline to 1.
         max_rank: Budget of directions; default: d.
         Cs: Inverse penalties to choose from, or one to use.
-        tol: Relative gap in the objective at which a fit stops. Looser ones save little and add up: the
-            directions are no longer those of an exact loop. The fit that ends the loop is solved to 1e-3 at least.
+        tol: Relative gap in the objective at which a fit stops. A looser one saves little, and its
+            errors add up over the steps. The fit that ends the loop is solved to 1e-3 at least.
         seed: Seeds the split.
         label: Name.
 

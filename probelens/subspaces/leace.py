@@ -115,15 +115,15 @@ class Eraser(Result):
 
 
 class LeaceFitter:
-    """Collects means and covariances batch by batch, then gives the eraser.
+    """Fits a LEACE eraser from means and covariances that are collected batch by batch.
 
     r(x) = x − W⁺ P W (x − E x) with W = (Σ_xx^{1/2})⁺ and P the orthogonal projector on the columns
     of W Σ_xz. Afterwards Σ_xz is zero, so all classes have the same mean, and then and only then
     no linear predictor with a convex loss beats a constant. Among such maps it moves x least, in
     every norm. This is exact on the rows fitted; on new rows what is left shrinks with d / n.
 
-    No covariance is shrunk and nothing is truncated but rounding noise: both leave a residue that
-    a refitted probe finds.
+    Neither shrinkage of the covariance nor truncation beyond rounding noise is applied: both would leave a
+    residue that a refitted probe finds.
 
     Args:
         tol: Canonical correlations up to this count as zero.

@@ -97,7 +97,7 @@ def random_matched(
     values, vectors = linalg.eigenvectors(covariance)
     rank, d = target.rank, target.d
     if rank == 0 or rank == d:
-        raise InputError(f"rank {rank} of {d}: there is only one subspace of that rank, so none is random")
+        raise InputError(f"rank {rank} of {d}: there is only one subspace of that rank, so none can be drawn")
     if not wanted > 1e-12 * float(values.sum()):
         raise InputError("the target removes no variance: its directions are constant over the activations")
     gen = torch.Generator().manual_seed(seed)

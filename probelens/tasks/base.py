@@ -1,14 +1,13 @@
-"""Task: what a formal task says about itself, and everything that follows from it.
+"""Task: draws and labels strings; batches, splits, streams and pairs follow from that.
 
-A task says how to draw strings (`draw`) and what is true at each position of one (`annotate`). Batches,
-disjoint splits, endless fresh training data, clean/corrupted pairs and baselines follow from these two.
+A subclass defines how strings are drawn (`draw`) and how each position is labelled (`annotate`). Batches,
+disjoint splits, endless training data, clean/corrupted pairs and baselines follow from these two.
 """
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,19 +19,16 @@ from torch.nn.functional import pad
 from probelens.errors import InputError, ShapeError
 from probelens.numerics.tensors import whole_number
 from probelens.tasks.baselines import baselines
-from probelens.tasks.data import IGNORE, Batch, PatchPairs
-from probelens.tasks.drawing.arguments import choice, rng_from
+from probelens.tasks.data import IGNORE, Batch, Exclude, PatchPairs, parts_of
+from probelens.tasks.drawing.arguments import rng_from, sizes_of
 from probelens.tasks.drawing.distinct import avoid, hashed, unique
 from probelens.tasks.drawing.pairs import Pairs, change_one_token
+from probelens.tasks.vocabulary import Vocabulary, to_int64
 
-__all__ = ["Batch", "PatchPairs", "Task"]
-
-BOS = "<bos>"
-
-Exclude = Batch | Tensor | Iterable[Batch | Tensor] | Mapping[str, Batch]
+__all__ = ["Task"]
 
 
-class Task(ABC):
+class Task(Vocabulary, ABC):
     """A family of token strings with class labels at every position.
 
     To bring your own task, subclass it, call ``super().__init__`` and write `draw` and `annotate`; see
@@ -50,7 +46,7 @@ class Task(ABC):
         name: Short name.
         vocab: Token strings, BOS last where there is one.
         target: Label that models are trained on.
-        bos: Whether a BOS token stands in front.
+        bos: Whether strings begin with a BOS token.
 
     Raises:
         InputError: target isn't one of the labels.
@@ -69,22 +65,7 @@ class Task(ABC):
         (torch.Size([2, 4]), ('a', 'b', '<bos>'))
     """
 
-    def __init__(
-        self,
-        name: str,
-        symbols: Sequence[str],
-        classes: Mapping[str, Sequence[str]],
-        *,
-        target: str,
-        bos: bool = False,
-    ) -> None:
-        self.name = name
-        self.bos = bool(bos)
-        self.vocab: tuple[str, ...] = (*symbols, BOS) if self.bos else tuple(symbols)
-        self._classes = {label: tuple(names) for label, names in classes.items()}
-        self.target = choice(f"label for target of {name}", target, self.label_names)
-
-    # What a subclass says
+    # Defined by a subclass
 
     @abstractmethod
     def draw(self, n: int, length: int, rng: np.random.Generator) -> np.ndarray:
@@ -143,7 +124,7 @@ class Task(ABC):
             length: Tokens in each string, BOS not counted.
             read: Position that is read, BOS not counted.
             label: Whose classes must differ there.
-            rng: The only source of chance.
+            rng: The only source of randomness.
 
         Returns:
             Clean symbols (n, length), corrupted symbols (n, length), and the position of the change (n,).
@@ -151,54 +132,20 @@ class Task(ABC):
         Raises:
             InputError: No such pair exists, or none was found.
         """
+        what = f"{self.name} whose {label!r} at position {read} depends on an early token"
+        draw = partial(self.draw, length=length, rng=rng)
         return change_one_token(
-            lambda rows: self.draw(rows, length, rng),
+            draw,
             self.legal,
             lambda symbols: self.annotate(symbols)[label],
             n,
             self.n_symbols,
             read,
             rng,
-            f"{self.name} whose {label!r} at position {read} depends on an early token",
+            what,
         )
 
-    # What follows
-
-    @property
-    def n_symbols(self) -> int:
-        """Number of token ids without BOS."""
-        return len(self.vocab) - self.bos
-
-    @property
-    def d_vocab(self) -> int:
-        """Number of token ids, BOS included."""
-        return len(self.vocab)
-
-    @property
-    def vocab_size(self) -> int:
-        """Width a model's embedding and logits need: every token in, every class of the target out."""
-        return max(self.d_vocab, self.n_classes[self.target])
-
-    @property
-    def label_names(self) -> tuple[str, ...]:
-        """The labels that every batch carries."""
-        return tuple(self._classes)
-
-    @property
-    def n_classes(self) -> dict[str, int]:
-        """Number of classes of each label."""
-        return {label: len(names) for label, names in self._classes.items()}
-
-    def class_names(self, label: str | None = None) -> list[str]:
-        """What the classes of a label (the target when left out) are called, in the order of their ids.
-
-        Args:
-            label: Label; the target when left out.
-
-        Returns:
-            One name a class.
-        """
-        return list(self._classes[self._label(label)])
+    # Derived from it
 
     def sample(self, n: int, length: int = 40, seed: int = 0, *, exclude: Exclude | None = None) -> Batch:
         """Draw labelled strings.
@@ -207,8 +154,8 @@ class Task(ABC):
             n: Number of strings.
             length: Tokens in each, BOS not counted.
             seed: Equal seeds give equal batches; the global random state is neither read nor changed.
-            exclude: Strings that must not come out: a batch, its tokens, a dict or several of these. Only
-                those of the same length matter: a shorter string may well be the beginning of a longer one.
+            exclude: Strings that must not be drawn: a batch, its tokens, a dict or several of these. Only
+                those of the same length matter: a shorter string may be the beginning of a longer one.
 
         Returns:
             Tokens (n, length + bos), all labels, the mask and the groups 0 … n−1.
@@ -217,11 +164,11 @@ class Task(ABC):
             InputError: n, length or seed out of range, or no string is left after the exclusion.
 
         Examples:
-            >>> from probelens.tasks import Parity
-            >>> Parity().sample(1, length=6, seed=3).labels["state"]
+            >>> import probelens as pl
+            >>> pl.tasks.Parity().sample(1, length=6, seed=3).labels["state"]
             tensor([[1, 1, 1, 0, 1, 0]])
         """
-        n, length = whole_number("n", n, 1), whole_number("length", length, 1)
+        n, length = whole_number("n", n), whole_number("length", length)
         return self._fresh(n, length, rng_from(seed, "sample", length), self._hashes(exclude, length))
 
     def splits(self, sizes: Mapping[str, int], length: int = 40, seed: int = 0) -> dict[str, Batch]:
@@ -234,10 +181,10 @@ class Task(ABC):
 
         Returns:
             One batch per split; groups are numbered through all of them. Whole strings differ; the labels of
-            the first positions are still determined by prefixes that recur, so report late positions apart.
+            the first positions are still determined by prefixes that recur, so report late positions separately.
 
         Raises:
-            InputError: More strings asked for than there are, or than turn up in a long search.
+            InputError: More strings asked for than there are, or than a long search finds.
 
         Examples:
             >>> from probelens.tasks import Parity
@@ -245,13 +192,13 @@ class Task(ABC):
             >>> {name: len(part) for name, part in parts.items()}
             {'train': 10, 'test': 6}
         """
-        length = whole_number("length", length, 1)
-        counts = self._sizes(sizes)
+        length = whole_number("length", length)
+        counts = sizes_of(sizes)
         total = sum(counts.values())
         space = self.n_strings(length)
         if space is not None and total > space:
             raise InputError(
-                f"{total} different strings asked for, but {self.name} has only {space} of length {length}. "
+                f"asked for {total} different strings, but {self.name} has only {space} of length {length}. "
                 "Ask for fewer, or use longer strings."
             )
         rng = rng_from(seed, "splits", length)
@@ -278,12 +225,12 @@ class Task(ABC):
             batch_size: Strings per batch.
             length: Tokens in each string, BOS not counted.
             seed: As in `sample`.
-            exclude: Held-out strings that never come out, as in `sample`.
+            exclude: Held-out strings that are never drawn, as in `sample`.
             start: Number of the first batch. Batch i depends on seed and i only, so a resumed run that starts
                 at step i sees what the uninterrupted one would have seen.
 
         Yields:
-            One Batch after the other.
+            One batch after another.
 
         Raises:
             InputError: As `sample`, at the call.
@@ -295,7 +242,7 @@ class Task(ABC):
             >>> len(next(task.stream(64, exclude=held_out)))
             64
         """
-        batch_size, length = whole_number("batch_size", batch_size, 1), whole_number("length", length, 1)
+        batch_size, length = whole_number("batch_size", batch_size), whole_number("length", length)
         seed, start = whole_number("seed", seed, 0), whole_number("start", start, 0)
         hashes = self._hashes(exclude, length)
 
@@ -342,7 +289,7 @@ class Task(ABC):
             length: Tokens in each string, BOS not counted.
             seed: As in `sample`.
             label: Whose classes the answers are; the target when left out.
-            read_pos: Where to read, BOS counted; the last position when left out.
+            read_pos: Position that is read, BOS counted; the last one when left out.
 
         Returns:
             Pairs of legal strings whose answers always differ.
@@ -361,7 +308,7 @@ class Task(ABC):
     def baselines(
         self, train: Batch, test: Batch | None = None, label: str | None = None, w: int = 4
     ) -> dict[str, dict[str, float]]:
-        """What can be guessed without the state: see `probelens.tasks.baselines.baselines`.
+        """Scores of guesses without the state: see `probelens.tasks.baselines.baselines`.
 
         Args:
             train: Where the guesses are learned.
@@ -383,42 +330,8 @@ class Task(ABC):
             train.tokens, train.labels[label], test.tokens, test.labels[label], train.mask, test.mask, w=w
         )
 
-    def decode(self, tokens: Tensor) -> list[str]:
-        """Token ids as readable strings.
-
-        Args:
-            tokens: Token ids. (batch, pos)
-
-        Returns:
-            One string a sequence.
-        """
-        glue = "" if all(len(symbol) == 1 for symbol in self.vocab[: self.n_symbols]) else " "
-        return [glue.join(self.vocab[i] for i in row) for row in Batch(tokens).tokens.tolist()]
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The arguments that make this task again, as JSON-able values; see `probelens.tasks.make`."""
-        return {"task": type(self).__name__, **self._arguments()}
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self._arguments().items())})"
-
-    def _arguments(self) -> dict[str, Any]:
-        # As in scikit-learn: a task keeps each argument under its own name.
-        return {k: getattr(self, k) for k in inspect.signature(type(self).__init__).parameters if k != "self"}
-
-    def _label(self, label: str | None) -> str:
-        return self.target if label is None else choice(f"label of {self.name}", label, self.label_names)
-
-    def _sizes(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        if not isinstance(sizes, Mapping) or not sizes:
-            raise InputError(
-                f"sizes={sizes!r}; it must name the splits, such as {{'train': 800, 'test': 200}}."
-            )
-        return {str(name): whole_number(f"sizes[{name!r}]", size, 1) for name, size in sizes.items()}
-
     def _batch(self, symbols: np.ndarray, first_group: int = 0) -> Batch:
-        labels = {name: torch.from_numpy(_int64(values)) for name, values in self.annotate(symbols).items()}
+        labels = {name: torch.from_numpy(to_int64(values)) for name, values in self.annotate(symbols).items()}
         mask = torch.ones(symbols.shape, dtype=torch.bool)
         for values in labels.values():
             mask &= values >= 0
@@ -432,7 +345,7 @@ class Task(ABC):
     def _make_pairs(
         self, n: int, length: int, seed: int, label: str | None, read_pos: int | None, **options: Any
     ) -> PatchPairs:
-        n, length = whole_number("n", n, 1), whole_number("length", length, 2)
+        n, length = whole_number("n", n), whole_number("length", length, 2)
         label = self._label(label)
         low, high = 1 + self.bos, length - 1 + self.bos
         read = (high if read_pos is None else whole_number("read_pos", read_pos, low, high)) - self.bos
@@ -440,33 +353,9 @@ class Task(ABC):
         clean, corrupted, edit = self.draw_pairs(n, length, read, label, rng, **options)
         # Labels look backward only, so nothing after the read position matters.
         answers = [self.annotate(symbols[:, : read + 1])[label][:, -1] for symbols in (clean, corrupted)]
-        return PatchPairs(
-            self._tokens(clean),
-            self._tokens(corrupted),
-            torch.from_numpy(_int64(edit)) + self.bos,
-            torch.full((n,), read + self.bos),
-            torch.from_numpy(_int64(np.stack(answers, axis=1))),
-            label=label,
-        )
-
-    def _tokens(self, symbols: np.ndarray) -> Tensor:
-        tokens = torch.from_numpy(_int64(symbols))
-        return pad(tokens, (1, 0), value=self.d_vocab - 1) if self.bos else tokens
-
-    def _symbols(self, tokens: Tensor) -> np.ndarray:
-        symbols = tokens.cpu().numpy()
-        if self.bos:
-            if symbols.shape[1] < 2 or (symbols[:, 0] != self.d_vocab - 1).any():
-                raise InputError(
-                    f"strings of this task start with {BOS}, id {self.d_vocab - 1}; put it in front."
-                )
-            symbols = symbols[:, 1:]
-        if symbols.size and symbols.max() >= self.n_symbols:
-            raise InputError(
-                f"token id {symbols.max()} is out of the vocabulary: {self.name} has the ids 0 to "
-                f"{self.n_symbols - 1}{f', and {BOS} in front only' if self.bos else ''}. See task.vocab."
-            )
-        return symbols
+        edit_at, read_at = torch.from_numpy(to_int64(edit)) + self.bos, torch.full((n,), read + self.bos)
+        found = torch.from_numpy(to_int64(np.stack(answers, axis=1)))
+        return PatchPairs(self._tokens(clean), self._tokens(corrupted), edit_at, read_at, found, label=label)
 
     def _draw(self, n: int, length: int, rng: np.random.Generator) -> np.ndarray:
         symbols = np.asarray(self.draw(n, length, rng))
@@ -479,19 +368,8 @@ class Task(ABC):
         return self._batch(avoid(draw, n, hashes, f"{self.name} of length {length}"))
 
     def _hashes(self, exclude: Exclude | None, length: int) -> np.ndarray | None:
-        if exclude is None:
-            return None
-        if isinstance(exclude, Mapping):
-            exclude = list(exclude.values())
-        if isinstance(exclude, Batch | Tensor):
-            exclude = [exclude]
-        found = []
-        for part in exclude:
-            tokens = Batch(part.tokens if isinstance(part, Batch) else part).tokens
-            if tokens.shape[1] == length + self.bos:
-                found.append(hashed(self._symbols(tokens)))
+        tokens = [
+            Batch(part.tokens if isinstance(part, Batch) else part).tokens for part in parts_of(exclude)
+        ]
+        found = [hashed(self._symbols(x)) for x in tokens if x.shape[1] == length + self.bos]
         return np.unique(np.concatenate(found)) if found else None
-
-
-def _int64(values: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(values, dtype=np.int64)

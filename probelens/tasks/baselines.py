@@ -1,7 +1,7 @@
 """Baselines: how well a label can be guessed without tracking any state.
 
-A probe, or a model, says something about a state only above these. They need tokens and labels, no task, so
-probing uses them too.
+Only a score above these says something about a state. They need tokens and labels but no task, so probing
+uses them too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def baseline_predictions(
     train_mask: Tensor | None = None,
     w: int = 4,
 ) -> dict[str, np.ndarray]:
-    """What each baseline guesses at every position of the test sequences.
+    """Guesses of each baseline at every position of the test sequences.
 
     Args:
         train_tokens: Where the guesses are learned. (batch, pos)
@@ -39,7 +39,7 @@ def baseline_predictions(
         InputError: w below 1, or no label counts in training.
         ShapeError: Labels or mask don't fit the tokens.
     """
-    w = whole_number("w", w, 1)
+    w = whole_number("w", w)
     train = Batch(train_tokens, {"label": train_labels}, train_mask)  # type: ignore[arg-type]
     x, y, keep = train.tokens.cpu().numpy(), train.labels["label"].cpu().numpy(), train.mask.cpu().numpy()
     x_test = Batch(test_tokens).tokens.cpu().numpy()

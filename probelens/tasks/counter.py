@@ -17,7 +17,7 @@ __all__ = ["Counter"]
 class Counter(Task):
     """Sum of ±1 steps, clipped after each to 0 … m: y_t = min(m, max(0, y_{t−1} ± 1)).
 
-    Bracket depth is such a sum too, and legal brackets never clip. Set beside Dyck it tells what a model does
+    Bracket depth is such a sum too, and legal brackets never clip. Compared with Dyck it separates what a model does
     for counting from what it does for the stack. Every string is legal, and as for Dyck
 
     - the first t tokens of a long string are distributed as a string of length t, and
@@ -49,7 +49,7 @@ class Counter(Task):
     def __init__(
         self, max_depth: int = 10, noop: float = 0.0, target: str = "depth", bos: bool = False
     ) -> None:
-        self.max_depth = whole_number("max_depth", max_depth, 1)
+        self.max_depth = whole_number("max_depth", max_depth)
         self.noop = probability("noop", noop)
         symbols = ["+", "-", *(["."] if self.noop else [])]
         classes = {"depth": [str(i) for i in range(self.max_depth + 1)]}
@@ -75,16 +75,6 @@ class Counter(Task):
 
     def draw_pairs(self, n: int, length: int, read: int, label: str, rng: np.random.Generator) -> Pairs:
         """Strings in which one step of the walk is changed, and which clip nowhere after it.
-
-        Args:
-            n: Number of pairs.
-            length: Tokens in each string, BOS not counted.
-            read: Position that is read, BOS not counted.
-            label: Whose classes must differ there.
-            rng: The only source of chance.
-
-        Returns:
-            Clean symbols (n, length), corrupted symbols (n, length), and the position of the change (n,).
 
         Raises:
             InputError: A ``max_depth`` below 3, where the two strings meet again.

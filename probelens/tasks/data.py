@@ -1,8 +1,8 @@
-"""What tasks hand out: a batch of labelled sequences, and clean/corrupted pairs for patching."""
+"""Batch and PatchPairs: labelled sequences, and clean/corrupted pairs for patching."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
 
-__all__ = ["IGNORE", "Batch", "PatchPairs"]
+__all__ = ["IGNORE", "Batch", "Exclude", "PatchPairs", "parts_of"]
 
 IGNORE = -100
 """Label written where the mask is False: the class that ``torch.nn.functional.cross_entropy`` skips."""
@@ -27,10 +27,10 @@ class Batch:
         tokens: Token ids. (batch, pos) int64
         labels: One tensor of class ids per label name. each (batch, pos) int64
         mask: True where the labels count; False on BOS and padding. All True when left out. (batch, pos) bool
-        groups: What a split must not cut: the sequence, or the module a piece of code comes from. Numbered
+        groups: What a split keeps together: the sequence, or the module a piece of code comes from. Numbered
             0, 1, … when left out. (batch,) int64
-        attention_mask: True on real tokens, False on padding, for the model to leave out; labels on padding don't
-            count. ``mask`` alone tells the model nothing, which is enough where padding on the right can't reach
+        attention_mask: True on real tokens, False on padding, which the model then ignores; labels on padding
+            don't count. ``mask`` isn't passed to the model: it is enough where padding on the right can't affect
             an earlier position. (batch, pos) bool
 
     Raises:
@@ -98,7 +98,7 @@ class Batch:
         """The same batch with every tensor on ``device``.
 
         Args:
-            device: Where to.
+            device: The device.
 
         Returns:
             A new batch.
@@ -110,7 +110,7 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class PatchPairs:
-    """Clean and corrupted sequences, where they part, where to read, and the two right answers.
+    """Clean and corrupted sequences, where they differ, where to read, and the two right answers.
 
     Args:
         clean: Token ids. (example, pos) int64
@@ -166,7 +166,7 @@ class PatchPairs:
         if bool(same.any()):
             raise InputError(
                 f"clean and corrupted are equal at edit_pos in {int(same.sum())} of {n} examples, first "
-                f"in example {int(same.nonzero()[0])}; a pair must differ there. Drop these or fix edit_pos."
+                f"in example {int(same.nonzero()[0])}; a pair must differ there. Drop them or fix edit_pos."
             )
         if bool((answers < 0).any()):
             raise InputError("answers has negative ids; they index the model's logits, so they start at 0.")
@@ -195,7 +195,7 @@ class PatchPairs:
         """The same pairs with every tensor on ``device``.
 
         Args:
-            device: Where to.
+            device: The device.
 
         Returns:
             New pairs.
@@ -212,6 +212,18 @@ class PatchPairs:
             fn(self.mask),
             self.label,
         )
+
+
+Exclude = Batch | Tensor | Iterable[Batch | Tensor] | Mapping[str, Batch]
+
+
+def parts_of(exclude: Exclude | None) -> list[Batch | Tensor]:
+    """The batches or tokens that an exclusion consists of."""
+    if exclude is None:
+        return []
+    if isinstance(exclude, Mapping):
+        return list(exclude.values())
+    return [exclude] if isinstance(exclude, Batch | Tensor) else list(exclude)
 
 
 def _set(target: Any, **values: Any) -> None:

@@ -79,8 +79,8 @@ class Dyck(Task):
         target: str = "depth",
         bos: bool = False,
     ) -> None:
-        self.k = whole_number("k", k, 1)
-        self.max_depth = whole_number("max_depth", max_depth, 1)
+        self.k = whole_number("k", k)
+        self.max_depth = whole_number("max_depth", max_depth)
         self.noop = probability("noop", noop)
         openers = list(_OPENERS[: self.k]) if self.k <= len(_OPENERS) else [f"({i}" for i in range(self.k)]
         closers = list(_CLOSERS[: self.k]) if self.k <= len(_CLOSERS) else [f"){i}" for i in range(self.k)]
@@ -180,19 +180,7 @@ class Dyck(Task):
     def draw_pairs(
         self, n: int, length: int, read: int, label: str, rng: np.random.Generator, kind: str = "depth"
     ) -> Pairs:
-        """Strings in which one bracket is changed, so that depth or type differs at ``read``.
-
-        Args:
-            n: Number of pairs.
-            length: Tokens in each string, BOS not counted.
-            read: Position that is read, BOS not counted.
-            label: Whose classes must differ there.
-            rng: The only source of chance.
-            kind: "depth" or "type": what the changed bracket changes.
-
-        Returns:
-            Clean symbols (n, length), corrupted symbols (n, length), and the position of the change (n,).
-        """
+        """Strings in which one bracket is changed, so that its ``kind``, "depth" or "type", differs at ``read``."""
         window = slice(0, read // 2 + 1)
 
         def attempt() -> Pairs:

@@ -138,16 +138,6 @@ class FlipFlop(Task):
     def draw_pairs(self, n: int, length: int, read: int, label: str, rng: np.random.Generator) -> Pairs:
         """Strings in which one written bit is flipped and nothing is written after it.
 
-        Args:
-            n: Number of pairs.
-            length: Tokens in each string, BOS not counted.
-            read: Position that is read, BOS not counted.
-            label: Whose classes must differ there.
-            rng: The only source of chance.
-
-        Returns:
-            Clean symbols (n, length), corrupted symbols (n, length), and the position of the change (n,).
-
         Raises:
             InputError: A read before any bit can have been written.
         """

@@ -13,7 +13,7 @@ class Parity(Task):
     """Running exclusive or of fair bits: y_t = x_1 ⊕ … ⊕ x_t.
 
     Every guess from the position or from the last tokens is right half the time, and one flipped bit flips
-    all later labels. Short prefixes recur across splits (there are 2^t of length t): report t ≥ 16 apart.
+    all later labels. Short prefixes recur across splits (there are 2^t of length t): report t ≥ 16 separately.
 
     Labels:
         - ``state``: 0 even, 1 odd. 2 classes.

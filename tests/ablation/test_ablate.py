@@ -537,7 +537,7 @@ def test_a_metric_of_ones_own_gets_the_labels_and_must_return_a_value_a_position
 
     row = target(pl.ablate(model, batch, site, probability, label="answer", controls=0, refit=False))
     assert 0 < row["drop"] < 1  # type: ignore[operator]
-    with pytest.raises(pl.ShapeError, match="one value a position"):
+    with pytest.raises(pl.ShapeError, match="one value per position"):
         pl.ablate(model, batch, site, lambda logits, **rest: logits, label="answer", controls=0, refit=False)
 
 

@@ -115,7 +115,7 @@ def test_labels_at_all_positions_fit_activations_at_some() -> None:
     assert whole.rows == cut.rows
     assert whole.rows[0]["n_test"] == 3 * len(split_by_group(batch.groups).test)
     assert "last_w" in whole.rows[0]
-    with pytest.raises(ShapeError, match="one label a position"):
+    with pytest.raises(ShapeError, match="one label per position"):
         pl.probe(acts, y[:, :-1], batch.groups)
     single = pl.collect(model, batch, "resid_post", pos=-1)
     assert pl.probe(single, y, batch.groups, n_boot=20).rows[0]["n_test"] == len(

@@ -131,7 +131,7 @@ def test_results_of_numbers_that_earlier_versions_saved_are_read(tmp_path: Path)
         ({"groups": torch.arange(3)}, ShapeError, "groups"),
         ({"groups": torch.zeros(N)}, InputError, "too few"),
         ({"acts": {"site": torch.full((N, T, D), torch.nan)}}, InputError, "NaN"),
-        ({"alphas": [-1.0]}, InputError, "from 0 on"),
+        ({"alphas": [-1.0]}, InputError, "a number of at least 0"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, object], error: type[Exception], text: str) -> None:

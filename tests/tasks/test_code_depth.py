@@ -354,7 +354,7 @@ def write(path: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda p: CodeDepth(corpus="no/such/folder"), "'no/such/folder' is no folder and no .jsonl"),
+        (lambda p: CodeDepth(corpus="no/such/folder"), "'no/such/folder' must be an existing folder, or a .jsonl"),
         (lambda p: CodeDepth(corpus=p), "no usable Python function.*'functions': 0"),
         (lambda p: CodeDepth(corpus=[]), "no usable Python function"),
         (lambda p: CodeDepth(corpus=7), "corpus is a int.*pairs of strings"),
@@ -373,7 +373,7 @@ def write(path: Path, text: str) -> Path:
         (lambda p: CodeDepth(max_depth=0, corpus=[("m", "x")]), "max_depth=0"),
         (lambda p: CodeDepth(min_chars=9, max_chars=8, corpus=[("m", "x")]), "max_chars=8"),
         (lambda p: CodeDepth(target="deep", corpus=[("m", "x")], min_chars=1), "unknown label for target"),
-        (lambda p: small().sample(4), "4 different functions asked for, but 3 are there"),
+        (lambda p: small().sample(4), "asked for 4 different functions, but there are 3"),
         (lambda p: small().sample(0), "n=0"),
         (lambda p: small().sample(1, length=0), "length=0"),
         (lambda p: small().sample(1, exclude=torch.zeros(1, 128).long()), "exclude must be a Batch"),

@@ -269,7 +269,7 @@ def test_splits_can_use_up_every_string_and_ask_for_no_more() -> None:
     parts = Parity().splits({"train": 10, "test": 6}, length=4)
     assert len({tuple(row) for part in parts.values() for row in part.tokens.tolist()}) == 16
     with pytest.raises(
-        InputError, match="17 different strings asked for, but parity has only 16 of length 4"
+        InputError, match="asked for 17 different strings, but parity has only 16 of length 4"
     ):
         Parity().splits({"train": 10, "test": 7}, length=4)
 
@@ -490,9 +490,9 @@ def test_widths_leave_room_for_every_token_and_every_class() -> None:
         (lambda: GroupWords("S3", generators="transpositions").pairs(1, label="sign"), "found 0 of 1 pairs"),
         (lambda: Dyck(max_depth=0), "max_depth=0"),
         (lambda: Dyck(k=0), "k=0"),
-        (lambda: Dyck(noop=1.0), "noop=1.0 is out of range"),
+        (lambda: Dyck(noop=1.0), "noop=1.0 must be a number, at least 0 and below 1"),
         (lambda: Dyck(noop=float("nan")), "noop=nan"),
-        (lambda: Dyck(noop="some"), "noop='some' is no number"),
+        (lambda: Dyck(noop="some"), "noop='some' must be a number"),
         (lambda: Dyck().pairs(1, kind="typ"), "unknown kind of Dyck pairs 'typ'. Nearest: 'type'"),
         (lambda: Dyck().pairs(1, kind="type", label="depth"), "doesn't change the label 'depth'"),
         (lambda: Dyck().pairs(1, kind="depth", label="top"), "doesn't change the label 'top'"),

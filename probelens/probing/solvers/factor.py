@@ -1,7 +1,7 @@
 """Features with what every fit on them shares: centring, eigendecomposition, projections.
 
-Fitting a probe asks the same features the same questions for every C, label set, control and INLP step.
-`Factorised` answers the costly one once: the eigendecomposition of the Gram matrix, from which the solver
+Fits for every C, label set, control and INLP step share the same features. `Factorised` does the costly
+part once: the eigendecomposition of the Gram matrix, from which the solver
 preconditions any multinomial problem and ridge regression is solved for every penalty.
 """
 
@@ -163,23 +163,23 @@ class Factorised:
         return held[1]
 
     def remembered(self, what: str, labels: Tensor) -> Tensor | None:
-        """What was computed from the features and these labels before any projection, if ``remember`` was told.
+        """What ``remember`` kept for these labels, computed before any projection.
 
         Args:
-            what: Name of it.
+            what: Its name.
             labels: Class ids. (n,)
 
         Returns:
-            What was kept, (...) as it was given; None without it, or for other labels.
+            The tensor kept, (...); None where there is none, or for other labels.
         """
         held = self._memo.get(what)
         return held[1] if held is not None and torch.equal(held[0], labels) else None
 
     def remember(self, what: str, labels: Tensor, value: Tensor) -> None:
-        """Keep something for all factorisations that share these features.
+        """Keep a tensor for all factorisations that share these features.
 
         Args:
-            what: Name of it; what stood under it goes.
+            what: Its name; an earlier tensor of this name is replaced.
             labels: Class ids that it belongs to. (n,)
             value: The tensor, (...).
         """
@@ -345,7 +345,7 @@ def _eigen(x: Tensor, weight: Tensor | None, precise: bool) -> tuple[Tensor, Ten
 def _eigh(matrix: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     """Eigenvalues above a fraction of the largest, and their eigenvectors."""
     if not bool(torch.isfinite(matrix).all()):
-        raise InputError("the features are too large: their squares overflow. Scale them down")
+        raise InputError("the features are too large: their squares overflow. Scale them down.")
     values, vectors = torch.linalg.eigh(matrix)
     keep = values > values[-1].clamp(min=0) * floor
     return values[keep], vectors[:, keep]

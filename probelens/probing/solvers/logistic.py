@@ -93,7 +93,7 @@ def fit_path(
         shared = Factorised.of(X, sample_weight, fit_intercept=fit_intercept, standardize=standardize)
     values = [float(Cs)] if isinstance(Cs, int | float) else [float(C) for C in Cs]
     if not values or not all(0 < C < math.inf for C in values):
-        raise InputError(f"Cs={Cs!r}: inverse penalties must be positive numbers, at least one")
+        raise InputError(f"Cs={Cs!r}: give at least one inverse penalty, each a positive number")
     if not tol > 0 or max_iter < 1:
         raise InputError(f"tol={tol}, max_iter={max_iter}: tol must be above 0 and max_iter at least 1")
     if not isinstance(ys, (Tensor, Sequence)) or isinstance(ys, (str, bytes)):

@@ -1,4 +1,4 @@
-"""What stands for the inverse Hessian of a logistic regression: exact if the predictions were the same in every row."""
+"""The preconditioner of a logistic regression: the inverse Hessian, if predictions were the same in every row."""
 
 from __future__ import annotations
 

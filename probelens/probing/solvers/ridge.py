@@ -95,7 +95,7 @@ def ridge_path(
         raise InputError("Y has NaN or infinity: mask the rows without a label")
     penalties = [float(a) for a in (alphas if hasattr(alphas, "__len__") else [alphas])]  # type: ignore[union-attr]
     if not penalties or not all(0 <= a < math.inf for a in penalties):
-        raise InputError(f"alphas={alphas!r}: penalties must be numbers from 0 on, at least one")
+        raise InputError(f"alphas={alphas!r}: give at least one penalty, each a number of at least 0")
 
     weight = shared.weight
     mean = torch.zeros(targets.shape[1], dtype=torch.float64, device=targets.device)

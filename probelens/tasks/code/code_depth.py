@@ -13,11 +13,11 @@ from torch import Tensor
 
 from probelens.errors import InputError
 from probelens.numerics.tensors import whole_number
-from probelens.tasks.base import Exclude, Task
+from probelens.tasks.base import Task
 from probelens.tasks.code import corpus as _corpus
 from probelens.tasks.code.encoding import encoder_for
-from probelens.tasks.data import IGNORE, Batch, PatchPairs
-from probelens.tasks.drawing.arguments import rng_from
+from probelens.tasks.data import IGNORE, Batch, Exclude, PatchPairs, parts_of
+from probelens.tasks.drawing.arguments import rng_from, sizes_of
 
 __all__ = ["CodeDepth"]
 
@@ -30,7 +30,7 @@ class CodeDepth(Task):
     modules apart. Functions that differ only in white space and comment lines are taken once.
 
     Labels are those of ``tokenize`` after the token's last character, so a token such as "):" counts as
-    closed. Three quarters of all characters stand at depth 0 and fewer than 1 in 2,000 at 4 or more: report
+    closed. Three quarters of all characters are at depth 0 and fewer than 1 in 2,000 at 4 or more: report
     balanced accuracy. The default corpus differs between Python versions; ``digest`` says which one it was.
 
     Labels:
@@ -47,8 +47,8 @@ class CodeDepth(Task):
         corpus: "stdlib", the standard library of the running Python without its tests; a folder of Python
             files, grouped by the first folder or file in it; a .jsonl or .jsonl.gz file with the fields of
             CodeSearchNet, grouped by repository; or pairs (group, source text).
-        max_depth: Class of the greatest depth told apart.
-        max_indent: Class of the greatest indent told apart.
+        max_depth: The last class, which also holds greater depths.
+        max_indent: The last class, which also holds greater indents.
         min_chars: Shorter functions are left out.
         max_chars: Longer functions are left out.
         target: Label that models are trained on.
@@ -85,11 +85,9 @@ class CodeDepth(Task):
         bos: bool = False,
     ) -> None:
         self.tokenizer, self.corpus = tokenizer, corpus
-        self.max_depth, self.max_indent = (
-            whole_number("max_depth", max_depth, 1),
-            whole_number("max_indent", max_indent, 1),
-        )
-        self.min_chars = whole_number("min_chars", min_chars, 1)
+        self.max_depth = whole_number("max_depth", max_depth)
+        self.max_indent = whole_number("max_indent", max_indent)
+        self.min_chars = whole_number("min_chars", min_chars)
         self.max_chars = whole_number("max_chars", max_chars, self.min_chars)
         self._encoder = encoder_for(tokenizer)
         if bos and self._encoder.bos is None:
@@ -153,7 +151,7 @@ class CodeDepth(Task):
             n: Number of functions.
             length: Tokens of each, BOS not counted; longer ones are cut, shorter ones padded.
             seed: As in `Task.sample`.
-            exclude: Batches of this task; no function of any module in them comes out.
+            exclude: Batches of this task; no function of any module in them is drawn.
 
         Returns:
             Tokens (n, length + bos), labels, the mask, and the module of each function as its group.
@@ -177,8 +175,8 @@ class CodeDepth(Task):
         Raises:
             InputError: A split whose modules hold fewer functions than asked for; the message says how many.
         """
-        length = whole_number("length", length, 1)
-        counts = self._sizes(sizes)
+        length = whole_number("length", length)
+        counts = sizes_of(sizes)
         rng = rng_from(seed, "splits", length)
         edges = np.cumsum([0.0, *counts.values()]) / sum(counts.values())
         place = np.array([_fraction(f"{seed}/{name}") for name in self._corpus.names])
@@ -219,7 +217,7 @@ class CodeDepth(Task):
         Raises:
             InputError: A label other than "depth", a tokenizer without a comma, or too few such places.
         """
-        n, length = whole_number("n", n, 1), whole_number("length", length, 3)
+        n, length = whole_number("n", n), whole_number("length", length, 3)
         if self._label(label) != "depth":
             raise InputError(
                 f"pairs change the label 'depth' only, not {self._label(label)!r}. Pass label='depth'."
@@ -255,7 +253,7 @@ class CodeDepth(Task):
             tokens: Token ids. (batch, pos)
 
         Returns:
-            One text a sequence.
+            One text per sequence.
         """
         texts = []
         for row in Batch(tokens).tokens.tolist():
@@ -277,16 +275,9 @@ class CodeDepth(Task):
         return arguments
 
     def _hashes(self, exclude: Exclude | None, length: int) -> np.ndarray | None:
-        if exclude is None:
-            return None
-        parts: Sequence[Any] = list(exclude.values()) if isinstance(exclude, Mapping) else [exclude]
-        if not isinstance(exclude, Mapping | Batch | Tensor):
-            parts = list(exclude)
-        for part in parts:
-            if not isinstance(part, Batch):
-                raise InputError(
-                    "code_depth excludes by module, so exclude must be a Batch or several of them."
-                )
+        parts = [part for part in parts_of(exclude) if isinstance(part, Batch)]
+        if len(parts) < len(parts_of(exclude)):
+            raise InputError("code_depth excludes by module, so exclude must be a Batch or several of them.")
         return np.unique(np.concatenate([part.groups.cpu().numpy() for part in parts])) if parts else None
 
     def _fresh(self, n: int, length: int, rng: np.random.Generator, hashes: np.ndarray | None) -> Batch:
@@ -295,7 +286,7 @@ class CodeDepth(Task):
             left = left[~np.isin(self._groups, hashes)]
         if n > len(left):
             raise InputError(
-                f"{n} different functions asked for, but {len(left)} are there"
+                f"asked for {n} different functions, but there are {len(left)}"
                 f"{'' if hashes is None else f' outside the {len(hashes)} excluded modules'}. Ask for fewer."
             )
         return self._code_batch(rng.choice(left, n, replace=False), length)

@@ -30,7 +30,7 @@ _CODE, _GROUP = ("code", "whole_func_string", "original_string"), ("repo", "repo
 
 @dataclass
 class Corpus:
-    """Functions, what they are grouped by, and how many were left out on the way."""
+    """Functions, their groups, and how many were left out for which reason."""
 
     codes: list[str] = field(default_factory=list)
     depths: list[np.ndarray] = field(default_factory=list)
@@ -60,8 +60,8 @@ def load(corpus: Source, min_chars: int, max_chars: int) -> Corpus:
             raise TypeError
     except (TypeError, ValueError):
         raise InputError(
-            f"corpus is a {type(corpus).__name__} that holds other things; it must be 'stdlib', a folder, a "
-            ".jsonl or .jsonl.gz file, or pairs of strings (group, source text)."
+            f"corpus must be 'stdlib', a folder, a .jsonl or .jsonl.gz file, or pairs of strings (group, source text), "
+            f"got a {type(corpus).__name__} of something else."
         ) from None
     return _collect(iter(pairs), {}, min_chars, max_chars)
 
@@ -79,7 +79,7 @@ def _load_path(path: Path, skipped: set[str], min_chars: int, max_chars: int) ->
         pairs = _from_jsonl(path, counts)
     else:
         raise InputError(
-            f"corpus {str(path)!r} is no folder and no .jsonl or .jsonl.gz file that exists here. "
+            f"corpus {str(path)!r} must be an existing folder, or a .jsonl or .jsonl.gz file. "
             "Leave it out for the standard library of the running Python."
         )
     return _collect(pairs, counts, min_chars, max_chars)
@@ -177,5 +177,5 @@ def _from_jsonl(path: Path, counts: dict[str, int]) -> Iterator[tuple[str, str]]
     except (ValueError, AttributeError, EOFError, OSError) as err:
         raise InputError(
             f"{str(path)!r} can't be read as a CodeSearchNet file, at line {number - 1}: {err}. "
-            "Give one JSON object a line."
+            "Give one JSON object per line."
         ) from err

@@ -1,4 +1,4 @@
-"""From text to token ids and the number of characters each token ends at, with any tokenizer."""
+"""Token ids of texts, and the number of characters read after each token, with any tokenizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ByteEncoder", "Encoder", "OffsetEncoder", "encoder_for"]
 
 
 class Encoder:
-    """What `CodeDepth` asks of a tokenizer."""
+    """The interface through which `CodeDepth` uses a tokenizer."""
 
     vocab: tuple[str, ...]
     pad: int
@@ -76,7 +76,7 @@ class OffsetEncoder(Encoder):
         out = []
         for i, spans in zip(ids, offsets, strict=True):
             ends = np.array([end for _, end in spans], dtype=np.int32)
-            # A token without characters of its own stands where the one before it ends.
+            # A token without characters of its own ends where the one before it ends.
             out.append((np.array(i, dtype=np.int32), np.maximum.accumulate(ends)))
         return out
 
@@ -91,6 +91,6 @@ def encoder_for(tokenizer: Any) -> Encoder:
     if hasattr(tokenizer, "encode_batch") or getattr(tokenizer, "is_fast", False):
         return OffsetEncoder(tokenizer)
     raise InputError(
-        f"tokenizer is a {type(tokenizer).__name__}, which doesn't say where its tokens stand in the text. "
+        f"tokenizer is a {type(tokenizer).__name__}, which doesn't give the offsets of its tokens. "
         "Pass a fast one (from AutoTokenizer.from_pretrained, or a tokenizers.Tokenizer), or None for bytes."
     )

@@ -1,4 +1,4 @@
-"""How deep each character of a piece of Python stands: in brackets, and in indented blocks."""
+"""Nesting depth of each character of Python code: in brackets, and in indented blocks."""
 
 from __future__ import annotations
 

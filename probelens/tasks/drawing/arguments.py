@@ -1,8 +1,9 @@
-"""Checks of the arguments that every task takes, and the private generator made from a seed."""
+"""Checks of tasks' arguments, and the random generator made from a seed."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from probelens.errors import InputError, nearest
 from probelens.numerics.tensors import whole_number
 
-__all__ = ["choice", "probability", "rng_from"]
+__all__ = ["choice", "probability", "rng_from", "sizes_of"]
 
 
 def probability(name: str, value: Any, high: float = 1.0) -> float:
@@ -18,9 +19,9 @@ def probability(name: str, value: Any, high: float = 1.0) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise InputError(f"{name}={value!r} is no number; it must be at least 0 and below {high}.") from None
+        raise InputError(f"{name}={value!r} must be a number, at least 0 and below {high}.") from None
     if not 0.0 <= number < high:
-        raise InputError(f"{name}={number} is out of range; it must be at least 0 and below {high}.")
+        raise InputError(f"{name}={number} must be a number, at least 0 and below {high}.")
     return number
 
 
@@ -38,3 +39,10 @@ def rng_from(seed: Any, *stream: str | int) -> np.random.Generator:
     """A generator of its own for (seed, stream): equal inputs give equal draws, others independent ones."""
     words = [zlib.crc32(part.encode()) if isinstance(part, str) else part for part in stream]
     return np.random.default_rng([whole_number("seed", seed, 0), *words])
+
+
+def sizes_of(sizes: Any) -> dict[str, int]:
+    """The number of strings of each split, checked."""
+    if not isinstance(sizes, Mapping) or not sizes:
+        raise InputError(f"sizes={sizes!r} must name the splits, such as {{'train': 800, 'test': 200}}.")
+    return {str(name): whole_number(f"sizes[{name!r}]", size) for name, size in sizes.items()}

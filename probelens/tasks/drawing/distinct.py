@@ -1,4 +1,4 @@
-"""Keeping strings apart: drawing ones that are not excluded, and drawing each only once."""
+"""Drawing strings that are not excluded, and drawing each only once."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from probelens.errors import InputError
 
 __all__ = ["ROUNDS", "avoid", "hashed", "unique"]
 
-# Rounds of drawing before a search for strings is called hopeless.
+# Rounds of drawing after which a search for strings is given up.
 ROUNDS = 400
 
 Draw = Callable[[int], np.ndarray]
 
 
 def hashed(symbols: np.ndarray) -> np.ndarray:
-    """64-bit hash per string. An accidental clash only drops one string more. (n,)"""
+    """64-bit hash per string. A collision only drops one string more. (n,)"""
     weights = np.random.default_rng(20260606).integers(1, 2**63, symbols.shape[1], dtype=np.uint64) * 2 + 1
     return ((symbols.astype(np.uint64) + np.uint64(1)) * weights).sum(1, dtype=np.uint64)
 
 
 def avoid(draw: Draw, n: int, excluded: np.ndarray | None, what: str) -> np.ndarray:
-    """``n`` strings whose hashes aren't in ``excluded``; those that are get drawn again."""
+    """Draw ``n`` strings whose hashes aren't in ``excluded``."""
     symbols = draw(n)
     if excluded is None:
         return symbols
@@ -40,7 +40,7 @@ def avoid(draw: Draw, n: int, excluded: np.ndarray | None, what: str) -> np.ndar
 
 
 def unique(draw: Draw, n: int, what: str, rng: np.random.Generator) -> np.ndarray:
-    """``n`` different strings in random order."""
+    """Draw ``n`` different strings, in random order."""
     pool = draw(max(n, 256))
     for _ in range(ROUNDS):
         pool = pool[np.sort(np.unique(hashed(pool), return_index=True)[1])]
@@ -50,6 +50,6 @@ def unique(draw: Draw, n: int, what: str, rng: np.random.Generator) -> np.ndarra
         found = len(pool)
         pool = np.concatenate([pool, draw(max(n - found, 256))])
     raise InputError(
-        f"only {found} of {n} different strings of {what} turned up in {ROUNDS} rounds of drawing. "
+        f"only {found} of {n} different strings of {what} were found in {ROUNDS} rounds of drawing. "
         "Ask for fewer, or use longer strings."
     )

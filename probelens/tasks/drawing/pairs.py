@@ -1,4 +1,4 @@
-"""Finding clean/corrupted pairs by trying: change one early token, keep what is legal and changes a label."""
+"""Search for clean/corrupted pairs: change one early token, keep what is legal and changes a label."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def change_one_token(
 
 
 def collect_pairs(attempt: Callable[[], Pairs], n: int, what: str) -> Pairs:
-    """Call ``attempt`` until ``n`` pairs have come together."""
+    """Call ``attempt`` until there are ``n`` pairs."""
     kept, found = [], 0
     for _ in range(ROUNDS):
         kept.append(attempt())
