@@ -18,7 +18,6 @@ YET = {
     "adapters.nnsight imports probelens",
     "hooks.model is too long",
     "probelens/hooks has too many files",
-    "tasks.base is too long",
 }
 
 pytestmark = pytest.mark.skipif(not (ROOT / "adapters").is_dir(), reason="needs a source tree")

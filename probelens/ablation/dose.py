@@ -1,4 +1,4 @@
-"""Dose-response: what removing more and more of a subspace costs, by rank and by strength."""
+"""Dose-response: the cost of removing more and more of a subspace, by rank and by strength."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def dose_response(
     seed: int = 0,
     progress: bool = False,
 ) -> DoseResult:
-    """Ablate the first directions of each subspace, more and more of them, at one or several strengths.
+    """Ablate growing numbers of the first directions of each subspace, at one or several strengths.
 
     Directions count in the order of the subspace: the largest first for probe rows and principal
     components, the most correlated first for LEACE, in the order of their removal for INLP.
@@ -145,7 +145,7 @@ def dose_response(
         label: The variable; needed unless the batch has one label.
         target: The label that the model answers with; ``label`` if None.
         kinds: Controls, as for ``ablate``.
-        mlp: The refit includes a small MLP.
+        mlp: Whether the refit includes a small MLP.
         batch_size: Sequences in one forward pass, at most.
         memory: Bytes that the sweep may hold at once; None for the default limits.
         seed: Of control draws, splits and intervals.

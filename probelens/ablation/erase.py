@@ -1,8 +1,8 @@
-"""``erase``: take a variable out of every layer until no linear probe reads it, and see what that costs.
+"""``erase``: remove a variable at every layer until no linear probe reads it, and measure the cost.
 
 Removing one probe's directions leaves the variable readable from others. Here the eraser is fitted
-on one set of sequences; a probe fitted afresh on others says whether it worked, and the same others
-say what it costs, beside random subspaces that remove as much.
+on one set of sequences; a fresh probe on other sequences tests whether it worked, and the model's answers
+there give the cost, beside random subspaces that remove as much variance.
 """
 
 from __future__ import annotations

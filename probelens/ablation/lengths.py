@@ -146,7 +146,7 @@ def length_transfer(
 
     Returns:
         Rows by length, span and site. ``floor`` marks spans where the clean accuracy is within 0.2
-        of chance: there nothing can drop, and the damage says nothing.
+        of chance: there nothing can drop, and the damage means nothing.
 
     Raises:
         InputError: An unknown label, no lengths, or a subspace of another width.

@@ -40,7 +40,7 @@ def resample(
     draws = drawn.mean(axis=1)
     if n_seeds > 1:
         between = per_seed.var(axis=0, ddof=1) / n_seeds
-        # Seeds that tie exactly, as counts of few examples do, say nothing of their spread; their examples do.
+        # Seeds that tie exactly, as counts of few examples may, don't show their spread; their examples do.
         tied = between == 0
         if not tied.any():
             return per_seed, draws, between, n_seeds - 1.0
@@ -48,7 +48,7 @@ def resample(
         within = np.mean([drawn[slots == s].var(axis=0) for s in often], axis=0) / n_seeds
         df = np.where(tied, max(sum(len(rows) - 1 for rows in nested), n_seeds - 1), n_seeds - 1.0)
         return per_seed, draws, np.where(tied, within, between), df
-    # One seed: the percentiles' own half width stands for the standard error, as it resists heavy tails.
+    # One seed: the percentiles' half width serves as the standard error, as it resists heavy tails.
     n = len(nested[0])
     if n < 2:
         raise InputError("one seed with one example has no spread: give more examples or more seeds")

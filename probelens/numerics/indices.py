@@ -84,7 +84,7 @@ class ProfileIndices(Result):
 
 
 def profile_statistics(accuracy: ArrayLike | Tensor, baseline: ArrayLike | Tensor) -> dict[str, Tensor]:
-    """Where the readability of a variable sits along the layers, in five numbers.
+    """Five numbers that say at which layers a variable becomes readable.
 
     With r = clip((acc − b)/(1 − b), 0), R its running maximum, g the steps of R over blocks and
     p = g/Σg: ``com`` = Σ ℓ p/(n−1); ``concentration`` = (n Σ p² − 1)/(n − 1); ``final_share`` =

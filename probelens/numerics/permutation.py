@@ -247,5 +247,5 @@ def _share(
 
 def _side(values: Array, alternative: Alternative) -> Array:
     if alternative not in ("two-sided", "greater", "less"):
-        raise InputError(f"alternative {alternative!r} unknown: choose 'two-sided', 'greater' or 'less'")
+        raise InputError(f"alternative {alternative!r} is not known. Allowed: 'two-sided', 'greater', 'less'")
     return np.abs(values) if alternative == "two-sided" else values if alternative == "greater" else -values

@@ -52,7 +52,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Interval(Result):
-    """An estimate with its interval, and what the interval generalises to.
+    """An estimate with its interval, and the population that the interval generalises to.
 
     Args:
         estimate: The statistic of each seed, averaged over seeds. (...)
@@ -381,7 +381,7 @@ def coverage(
     level: float = 0.95,
     seed: int = 0,
 ) -> dict[str, float]:
-    """How often the intervals hold the truth, by simulation of a nested design.
+    """How often the intervals contain the true value, by simulation of a nested design.
 
     Args:
         n_seeds: Seeds of each data set.

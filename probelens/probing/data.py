@@ -27,7 +27,7 @@ class Data:
         mask: Where labels count. (n, pos)
         groups: What a split keeps together, equal sequences included. (n,)
         tokens: Token ids of the whole sequences, where known. (n, T)
-        at: Which of these positions the activations are of; None: all of them. (pos,)
+        at: Positions of the activations among these; None for all. (pos,)
         layers: Place of each site on the layer axis.
         flat: Whether activations were given as (n, d): one position each.
     """
@@ -151,7 +151,10 @@ def _tokens(
     if tokens.shape[1] == shape[1]:
         return tokens, None
     if kept is None or int(kept.max()) >= tokens.shape[1]:
-        raise ShapeError(f"tokens have shape {tuple(tokens.shape)}, the activations {shape}")
+        raise ShapeError(
+            f"tokens have shape {tuple(tokens.shape)}, the activations {shape}: give the tokens at the same positions, or "
+            "of the whole sequences"
+        )
     return tokens, kept
 
 

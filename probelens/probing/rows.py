@@ -62,7 +62,7 @@ class Recorder:
         groups = self.data.groups[:, None].expand(rows.shape)[rows]
         features = x[rows].float()
         for label, y in self.data.labels.items():
-            # Both sides know the classes that there are, whatever their ids.
+            # Both sides know which classes there are, whatever their ids.
             known = y[self.data.mask].unique()
             found = online_codelength(
                 features,
@@ -94,7 +94,7 @@ class Recorder:
                     mine["selectivity"] = mine["r2"] - row["r2"]
 
     def embedding(self) -> None:
-        """Beside every task row the score of the embedding, where that is among the sites."""
+        """Add the score of the embedding to every task row, where that is among the sites."""
         mine = [r for r in self.out.rows if r["seed"] == self.seed and r["control"] == TASK]
         for row in mine:
             first = [r for r in mine if r["label"] == row["label"] and r["layer"] == -1]
@@ -143,14 +143,14 @@ class Recorder:
 
 
 def _whole(data: Data, most: int | None, seed: int) -> Tensor:
-    """The mask, or with ``most`` the mask of as many groups at random as stay within so many rows. (n, pos)"""
+    """The mask, limited to random groups that together have at most ``most`` rows. (n, pos)"""
     if most is None or int(data.mask.sum()) <= most:
         return data.mask
     _, ids = torch.unique(data.groups, return_inverse=True)
     sizes = torch.zeros(int(ids.max()) + 1, dtype=torch.long).index_add_(0, ids, data.mask.sum(1))
     order = torch.randperm(len(sizes), generator=torch.Generator().manual_seed(seed))
     inside = sizes[order].cumsum(0) <= most
-    # At least two groups, one to send first and one to code with what it taught.
+    # At least two groups: one to send first, and one to code with a probe fitted on it.
     inside[:2] = True
     chosen = torch.zeros(len(sizes), dtype=torch.bool)
     chosen[order[inside]] = True

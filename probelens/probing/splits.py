@@ -20,7 +20,7 @@ FRACTIONS = (0.6, 0.2, 0.2)
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Which sequences are trained on, chosen by, and tested on.
+    """Indices of the training, validation and test sequences.
 
     Args:
         train: Indices of sequences, ascending. (n_train,)
@@ -100,7 +100,7 @@ def groups_of(batch: Batch) -> Tensor:
     """The groups of a batch, those that share a sequence merged.
 
     Args:
-        batch: Sequences; what stands in padding doesn't tell one from another.
+        batch: Sequences; tokens in padding don't make sequences differ.
 
     Returns:
         Group ids. (n,)

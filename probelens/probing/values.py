@@ -1,4 +1,4 @@
-"""Ridge probes of numeric labels on one site and split, and what can be guessed without activations."""
+"""Ridge probes of numeric labels on one site and split, and guesses without activations."""
 
 from __future__ import annotations
 

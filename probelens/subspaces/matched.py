@@ -143,7 +143,7 @@ def _matched_frames(frames: Tensor, values: Tensor, wanted: float, tol: float) -
         return torch.cat([eye, rest * (0.5 * beta[:, None, None] * gain).exp()], dim=1)
 
     def short(beta: Tensor) -> Tensor:
-        """Whether the frames have not yet reached the wanted variance on their way to the end."""
+        """Whether the frames haven't reached the wanted variance yet."""
         variance = _variance(at(beta), ordered_values)
         return torch.where(up[:, 0, 0], variance < wanted, variance > wanted)
 

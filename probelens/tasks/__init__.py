@@ -68,7 +68,7 @@ def make(config: Mapping[str, Any] | str, **options: Any) -> Task:
             for cls in _TASKS
             if cls is not GroupWords
         )
-        # The words of a group go by the group's name.
+        # Words of a group are named by the group.
         choice("task", name, (*snake, "S3", "Z5", "A5"))
     cls = classes[key]
     try:

@@ -106,7 +106,7 @@ class Task(Vocabulary, ABC):
         return np.ones(len(symbols), dtype=bool)
 
     def n_strings(self, length: int) -> int | None:
-        """How many strings of this length there are, or None where that isn't known.
+        """Number of strings of this length, or None where that isn't known.
 
         Args:
             length: Tokens in each string, BOS not counted.
@@ -117,7 +117,7 @@ class Task(Vocabulary, ABC):
         return None
 
     def draw_pairs(self, n: int, length: int, read: int, label: str, rng: np.random.Generator) -> Pairs:
-        """Clean strings, the same with one early token changed, and where.
+        """Draw clean strings, and the same strings with one early token changed.
 
         Args:
             n: Number of pairs.
@@ -255,7 +255,7 @@ class Task(Vocabulary, ABC):
         return batches()
 
     def labels(self, tokens: Tensor) -> dict[str, Tensor]:
-        """The labels of given strings, for tokens that `sample` didn't draw.
+        """Label given strings, such as tokens that `sample` didn't draw.
 
         Args:
             tokens: Token ids, with the BOS column if the task has one. (batch, pos)

@@ -1,4 +1,4 @@
-"""Counter: a clipped count of ups and downs. Like the depth of brackets, without a stack."""
+"""Counter: a clipped count of ups and downs, like the depth of brackets without a stack."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Counter(Task):
         super().__init__("counter", symbols, classes, target=target, bos=bos)
         self._kernel = _walk.clipped(self.max_depth, self.noop)
         law = np.full(self.max_depth + 1, 1 / (self.max_depth + 1))
-        self._thresholds = _walk.settled(self._kernel, law)
+        self._thresholds = _walk.to_stationary(self._kernel, law)
 
     def draw(self, n: int, length: int, rng: np.random.Generator) -> np.ndarray:
         return _walk.walk(self._thresholds, self._kernel[1], n, length, rng).T

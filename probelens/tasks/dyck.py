@@ -1,4 +1,4 @@
-"""Dyck: nested brackets of k types, at most m deep. Where is the depth, where is the open bracket?"""
+"""Dyck: nested brackets of k types, at most m deep, labelled by depth and innermost open bracket."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Dyck(Task):
     """Prefixes of Dyck-(k, m) words: brackets of k types that nest correctly, at most m deep.
 
     Strings are legal prefixes; brackets may be open at the end. Opener types are uniform. The depth is a
-    random walk reflected at 0 and m, and what is guaranteed about its law is this:
+    random walk reflected at 0 and m, with these guarantees about its law:
 
     - The first t tokens of a long string are distributed as a string of length t: a length shift is never a
       depth shift. The same holds for every label.
@@ -30,7 +30,7 @@ class Dyck(Task):
       that one restricted to the depths of the right parity.
 
     So the best guess of a later depth from its position is right 1/m of the time with no-ops, 2/m without.
-    What does grow with length is how long ago an open bracket can have been opened. No-ops come with
+    What grows with length is how long ago an open bracket may have been opened. No-ops come with
     probability ``noop`` after the first 2m tokens; within these there are a few more where ``noop`` is small.
 
     Labels:
@@ -96,7 +96,7 @@ class Dyck(Task):
         self._kernel = _walk.reflected(self.max_depth, self.noop)
         law = np.full(self.max_depth + 1, 2.0)
         law[[0, -1]] = 1.0
-        self._thresholds = _walk.settled(self._kernel, law / law.sum())
+        self._thresholds = _walk.to_stationary(self._kernel, law / law.sum())
 
     def draw(self, n: int, length: int, rng: np.random.Generator) -> np.ndarray:
         return self._write(self._moves(n, length, rng), rng.integers(0, self.k, (length, n), dtype=np.intp)).T
@@ -107,7 +107,7 @@ class Dyck(Task):
             row, pos = np.argwhere(bad)[0]
             text = " ".join(self.vocab[i] for i in symbols[row, : pos + 1][-20:])
             raise InputError(
-                f"string {row} is no prefix of Dyck-({self.k}, {self.max_depth}): illegal at token {pos}, "
+                f"string {row} isn't a prefix of Dyck-({self.k}, {self.max_depth}): illegal at token {pos}, "
                 f"after '{text}'. A closer must match the innermost open bracket, and at most "
                 f"{self.max_depth} may be open."
             )

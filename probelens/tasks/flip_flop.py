@@ -1,4 +1,4 @@
-"""FlipFlop: remember the bit that was last written, through everything that is to be ignored."""
+"""FlipFlop: remember the bit last written while later bits are to be ignored."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class FlipFlop(Task):
 
     The first instruction is a write; the others are drawn independently. After w and i the bit is random,
     after r it is the bit last written. Rarer writes make longer memories: the paper trains with ignore = 0.8
-    and tests with 0.98 and 0.1. Its strings also end in a read; here they end as they fall, so that the law
-    at a position doesn't depend on the length.
+    and tests with 0.98 and 0.1. Its strings also end in a read; here they end anywhere, so that the law at a
+    position doesn't depend on the length.
 
     Labels:
         - ``state``: The bit last written, counting a write at its bit. Undefined, and masked, at the first
@@ -31,7 +31,7 @@ class FlipFlop(Task):
     Pairs:
         The bit of an early write is flipped, and everything up to where it is read is ignored, so nothing
         else may change. ``label="state"`` reads at the last position. ``label="recall"`` reads at the last
-        "r"; a bit that stands after it is the clean string's, so the corrupted one is legal up to the read.
+        "r"; a bit after it is the clean string's, so the corrupted one is legal up to the read.
 
     Args:
         ignore: Probability of "i". Of the rest, half are "w" and half "r".
@@ -79,7 +79,7 @@ class FlipFlop(Task):
         if bad.any():
             row, pos = np.argwhere(bad)[0]
             raise InputError(
-                f"string {row} is no flip-flop string: {self.vocab[symbols[row, pos]]!r} at token {pos}. "
+                f"string {row} isn't a flip-flop string: {self.vocab[symbols[row, pos]]!r} at token {pos}. "
                 "Instructions and bits take turns, w is first, and r is followed by the bit last written."
             )
         state = _stored(symbols)
@@ -103,7 +103,7 @@ class FlipFlop(Task):
         label: str | None = None,
         read_pos: int | None = None,
     ) -> PatchPairs:
-        """Pairs as `Task.pairs`; ``label="recall"`` is read where an instruction can stand.
+        """Pairs as `Task.pairs`; ``label="recall"`` is read at an instruction.
 
         Args:
             n: Number of pairs.
@@ -142,7 +142,7 @@ class FlipFlop(Task):
             InputError: A read before any bit can have been written.
         """
         if read < 2:
-            raise InputError(f"no bit stands before position {read}; read at position 2 or later.")
+            raise InputError(f"there is no bit before position {read}; read at position 2 or later.")
         clean = np.array(self.draw(n, length, rng))
         rows, positions = np.arange(n), np.arange(length)
         edit = 2 * rng.integers(0, (read // 2 + 1) // 2, n) + 1

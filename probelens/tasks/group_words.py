@@ -1,4 +1,4 @@
-"""GroupWords: which element is the product of a word over a finite group? One code for all groups."""
+"""GroupWords: the running product of a word over a finite group, for all groups with one code."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _SETS = ("all", "nontrivial", "transpositions", "adjacent", "cycles", "step")
 class GroupWords(Task):
     """Running product of a word over a finite group: y_t = g_1 g_2 … g_t.
 
-    The generators g_t are drawn uniformly from a stated set. The set decides what position alone tells: with
-    all elements y_t is uniform at every t; transpositions alternate the sign, so that t gives away half of
+    The generators g_t are drawn uniformly from a stated set. The set decides what the position alone tells: with
+    all elements y_t is uniform at every t; transpositions alternate the sign, so that t tells half of
     S_n.
 
     Elements are written as permutations in one-line notation ("021" sends 0→0, 1→2, 2→1), or as residues for

@@ -1,4 +1,4 @@
-"""Parity: is the number of ones so far odd?"""
+"""Parity: whether the number of ones so far is odd."""
 
 from __future__ import annotations
 

@@ -354,7 +354,10 @@ def write(path: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda p: CodeDepth(corpus="no/such/folder"), "'no/such/folder' must be an existing folder, or a .jsonl"),
+        (
+            lambda p: CodeDepth(corpus="no/such/folder"),
+            "'no/such/folder' must be an existing folder, or a .jsonl",
+        ),
         (lambda p: CodeDepth(corpus=p), "no usable Python function.*'functions': 0"),
         (lambda p: CodeDepth(corpus=[]), "no usable Python function"),
         (lambda p: CodeDepth(corpus=7), "corpus is a int.*pairs of strings"),

@@ -500,14 +500,17 @@ def test_widths_leave_room_for_every_token_and_every_class() -> None:
         (lambda: Dyck(max_depth=2).pairs(1, kind="depth"), "max_depth of at least 3"),
         (lambda: Dyck(max_depth=2).pairs(1, kind="type"), "max_depth of at least 3"),
         (lambda: Dyck(max_depth=1, noop=0.2).pairs(1, kind="type"), "max_depth of at least 2"),
-        (lambda: Dyck().labels(torch.tensor([[0, 3]])), r"string 0 is no prefix.*token 1, after '\( \]'"),
+        (lambda: Dyck().labels(torch.tensor([[0, 3]])), r"string 0 isn't a prefix.*token 1, after '\( \]'"),
         (lambda: Counter(max_depth=-1), "max_depth=-1"),
         (lambda: Counter(max_depth=2).pairs(1), "max_depth of at least 3"),
         (lambda: FlipFlop(ignore=1.5), "ignore=1.5"),
         (lambda: FlipFlop(ignore=0), "above 0 and below 1"),
-        (lambda: FlipFlop().pairs(1, read_pos=1), "no bit stands before position 1"),
+        (lambda: FlipFlop().pairs(1, read_pos=1), "there is no bit before position 1"),
         (lambda: FlipFlop().pairs(1, read_pos=3, label="recall"), "Use 2 or 4"),
-        (lambda: FlipFlop().labels(torch.tensor([[2, 1, 3, 0]])), "string 0 is no flip-flop string.*token 3"),
+        (
+            lambda: FlipFlop().labels(torch.tensor([[2, 1, 3, 0]])),
+            "string 0 isn.t a flip-flop string.*token 3",
+        ),
     ],
 )
 def test_bad_input_is_named_with_what_is_allowed(call: Callable[[], object], text: str) -> None:

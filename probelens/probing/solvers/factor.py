@@ -88,7 +88,7 @@ class Factorised:
             X: Features, a tensor or an array. (n, d)
             sample_weight: Non-negative weight of each row. (n,)
             fit_intercept: Centre the features. Off, models go through the origin.
-            standardize: Divide each feature by its standard deviation, so that a penalty treats all alike.
+            standardize: Divide each feature by its standard deviation, so that a penalty treats all equally.
             precise: Sum the Gram matrix in float64 although the products are float32. Logistic regression
                 only preconditions with it and doesn't need that; ridge regression does, and sees to it.
             dtype: Dtype of the products: float32 or float64. None: float64 for small float64 features,
@@ -324,7 +324,7 @@ def _eigen(x: Tensor, weight: Tensor | None, precise: bool) -> tuple[Tensor, Ten
         rows64 = x.double() if root is None else x.double() * root
         values, left = _eigh(rows64 @ rows64.T, 1e-13)
         return values, (rows64.T @ left) / values.sqrt(), None
-    # On a common scale first: rounding would else bury small features under the errors of large ones.
+    # On a common scale first: otherwise rounding errors of large features would exceed the small ones.
     size = (_sum(x, None, squared=True) / n).sqrt()
     size = torch.where(size > torch.finfo(x.dtype).tiny, size, 1.0).to(dtype)
     alike = float(size.min()) > 0.5 and float(size.max()) < 2

@@ -24,10 +24,10 @@ __all__ = ["LogisticFit", "Request", "Walker"]
 _F32_FLOOR = 1e-6  # relative gap below which float32 gradients are noise
 _MEMORY = 20  # L-BFGS pairs
 _SAFETY = 10.0  # the L-BFGS metric knows too little of flat directions and sees less than the whole gap
-_NEAR = 0.3  # of the objective: what a first step may promise and be taken in one go
-_STEP = 100.0  # largest ratio of neighbouring C that is taken in one go
+_NEAR = 0.3  # of the objective: largest gain that a first step may predict and be taken at once
+_STEP = 100.0  # largest ratio of neighbouring C that is taken in one step
 _LOOSE = 1e-2  # relative gap at values of C that are only passed
-_LARGEST = 30_000_000  # numbers held to keep the preconditioner exact after projections
+_LARGEST = 30_000_000  # numbers stored to keep the preconditioner exact after projections
 
 Request = tuple[str, Tensor]
 Pair = tuple[Tensor, Tensor, Tensor, Tensor, float]
@@ -162,8 +162,8 @@ class Walker:
         self.dtype = shared.x.dtype
         self.vectors = shared.rotation()
         # Where directions were removed after the factorisation, the preconditioner must know of them.
-        apart = shared.removed is not None and not shared.refactored
-        self.seen = shared.removed @ shared.vectors if apart and shared.removed is not None else None
+        later = shared.removed is not None and not shared.refactored
+        self.seen = shared.removed @ shared.vectors if later and shared.removed is not None else None
         self.variances = shared.values / shared.total
         # What float32 can reach; float64 goes on from there where more is asked for.
         self.rough = max(tol, _F32_FLOOR) if self.dtype == torch.float32 else tol
@@ -198,7 +198,7 @@ class Walker:
         return fits
 
     def _far(self, guess: _Guess, point: _Point) -> bool:
-        """Whether a Newton step from the start to the first C promises so much that it can't be trusted."""
+        """Whether a Newton step from the start to the first C predicts too large a gain to be trusted."""
         C = self.Cs[0]
         gw, gb = C * point.gw + point.w, C * point.gb
         dw, db = self._preconditioner(C, guess.r)(gw, gb)
@@ -231,7 +231,7 @@ class Walker:
     def _finish(
         self, C: float, end: _End, precondition: Preconditioner, left: int
     ) -> Generator[Request, Tensor, _End]:
-        """Go on in float64 from where float32 ended."""
+        """Continue in float64 from where float32 ended."""
         w, b = end.point.w.double(), end.point.b.double()
         z = self.link.relative((yield "logits", w) + b)
         point = yield from self._evaluate(_Guess(w, b, z, *self.link.loss(z)))
@@ -362,7 +362,7 @@ class Walker:
         return Preconditioner(self.shared, self.vectors, parts[0], parts[1], parts[2], inner)
 
     def _constraint(self, scale: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """What keeps the inverse exact where directions were removed: Q, QV, and (Q M⁻¹ Qᵀ)⁻¹ for each M."""
+        """The terms that keep the inverse exact where directions were removed: Q, QV, and (Q M⁻¹ Qᵀ)⁻¹ for each M."""
         removed, seen = self.shared.removed, self.seen
         if removed is None or seen is None or len(removed) ** 2 * len(scale) > _LARGEST:
             return None

@@ -1,4 +1,4 @@
-"""CodeDepth: how deep in brackets, and in indented blocks, is each token of real Python code?"""
+"""CodeDepth: nesting depth of each token of real Python code, in brackets and in indented blocks."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class CodeDepth(Task):
 
     @property
     def digest(self) -> str:
-        """Hash of the text that the strings are cut from, so that a config names its corpus."""
+        """Hash of the text that the strings are cut from, by which a config identifies its corpus."""
         return self._corpus.digest
 
     @property

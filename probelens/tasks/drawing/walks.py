@@ -1,9 +1,9 @@
 """Random walks between 0 and a top whose law at a position is the same in every longer string.
 
 A walk is a Markov chain with three moves, up, down and stay. Left alone it needs about top² steps to forget
-that it started at 0, so that deep states would be rarer in short strings than in long ones. `settled` bends
-the first 2·top steps, by dynamic programming over the paths, so that the chain has its stationary law exactly
-from then on.
+that it started at 0, so that deep states would be rarer in short strings than in long ones. `to_stationary`
+changes the first 2·top steps, by dynamic programming over the paths, so that the chain has its stationary law
+exactly from then on.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ __all__ = [
     "clipped",
     "plain",
     "reflected",
-    "settled",
     "step",
+    "to_stationary",
     "walk",
 ]
 
@@ -46,7 +46,7 @@ def clipped(top: int, stay: float) -> Kernel:
     return probability, target
 
 
-def settled(kernel: Kernel, law: np.ndarray) -> np.ndarray:
+def to_stationary(kernel: Kernel, law: np.ndarray) -> np.ndarray:
     """Thresholds of the chain from 0 that follows ``law`` exactly after 2·top steps.
 
     This is Doob's transform: among all chains with that law at step 2·top, the one closest to the kernel in
@@ -121,7 +121,7 @@ def _thresholds(kernel: Kernel, weight: np.ndarray) -> np.ndarray:
     probability, target = kernel
     tilted = probability * weight[target]
     total = tilted.sum(1, keepdims=True)
-    # Depths from which nothing can be reached are never visited; any number does there.
+    # Depths from which nothing can be reached are never visited, so any number will do there.
     cumulative = np.divide(tilted, total, out=np.full_like(tilted, 1 / 3), where=total > 0).cumsum(1)[:, :2]
     # A uniform number is below 1, so a move after which nothing is left must have the threshold 1 exactly.
     cumulative[np.isclose(cumulative, 1.0, rtol=0, atol=1e-12)] = 1.0
