@@ -117,7 +117,7 @@ def first_order(
     held: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in names}
 
     def keep(tensor: Tensor, hook: HookPoint) -> Tensor:
-        # A frozen model computes no gradient by itself; from here on one is needed.
+        # A frozen model computes no gradient by itself.
         tensor = tensor if tensor.requires_grad else tensor.detach().requires_grad_()
         # A tensor of its own is what the run goes on with; the one given back unchanged may be left for another.
         tensor = tensor.view_as(tensor)
@@ -129,7 +129,7 @@ def first_order(
     picked = logits.gather(1, where[..., None].expand(-1, -1, logits.shape[-1]))
     value = read.value(picked, rows)
     for steps in held.values():
-        # A backward direction comes by its steps from the last to the first.
+        # The backward direction visits steps in reverse.
         steps.sort(key=lambda pair: pair[0])
     every = [tensor for name in names for _, tensor in held[name]]
     grads = iter(torch.autograd.grad(value[:, 0].sum(), every, allow_unused=True))

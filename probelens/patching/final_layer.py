@@ -334,7 +334,9 @@ def _positions(pairs: Any, pos: int | Tensor | None) -> Tensor:
         m = torch.as_tensor(pos).long().cpu()
         m = m.expand(n).clone() if m.ndim == 0 else m
         if m.shape != (n,):
-            raise ShapeError(f"pos must be one position, or ({n},) one a pair, got {tuple(m.shape)}")
+            raise ShapeError(
+                f"pos must be one position, or ({n},) with one for each pair, got {tuple(m.shape)}"
+            )
         m = torch.where(m < 0, m + length, m)
     bad = (m < last) | (m >= read)
     if bool(bad.any()):

@@ -111,7 +111,7 @@ class Plan:
         """The hook points that these sites need, and the positions of each. name to (example, window)"""
         m, out = self.m[:, None], {}
         steps = torch.arange(int((self.last - self.m).max()) + 1)
-        # Beyond T, and below 0 further down, the nearest position stands in: it is written twice.
+        # Positions beyond T, and below 0 further down, become the nearest one, which is written twice.
         span = torch.minimum(m + steps, self.last[:, None])
         for site in sites:
             for name in self.points(site):

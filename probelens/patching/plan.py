@@ -1,7 +1,7 @@
 """``patch_plan``: what activation patching will run, and what it costs, before it runs.
 
 Patching describes its runs and leaves them to the sweep. The activations that it puts in are those of a
-second run, which is made batch by batch while the sweep goes on, so that one batch of them is held.
+second run, which is made batch by batch during the sweep, so that only one batch of them is in memory.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class _Source:
         return functools.partial(self._rows, name)
 
     def forget(self) -> None:
-        """Hold nothing any more."""
+        """Free the activations."""
         self.rows: Tensor | None = None
         self.held: dict[str, Tensor] = {}
 
@@ -259,7 +259,7 @@ class _Source:
         points = [self.model.point(name) for name in self.names]
         inside = [p.name for p in points if p.axes != ("batch", "pos", "d_model")]
         found = {p.name: length * width for p in points}
-        # Hooks of the caller's aren't called for a question about sizes.
+        # The caller's hooks aren't called to find out sizes.
         if inside and not self.model.has_hooks():
             short = self.tokens[:1, :2]
             mask = None if self.mask is None else torch.ones_like(short)

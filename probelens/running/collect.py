@@ -136,15 +136,14 @@ def collect(
         model: The wrapped model; run in eval mode, without gradients.
         batch: A ``Batch``, tokens (example, pos), strings, a mapping with ``input_ids`` (and
             ``attention_mask``), or rows of a Hugging Face dataset that have these columns.
-        sites: A shorthand that stands for every layer, "layers" for the whole layer axis, names,
+        sites: A shorthand, which means every layer, "layers" for the whole layer axis, names,
             globs, or a list.
         pos: Positions to keep: None for all, int, slice, list. An int keeps an axis of length 1.
-        out: A folder to stream to. What stands there already is kept, and an interrupted run of the
-            same data goes on where it stopped; the result is memory-mapped, not read, and editing it changes
-            memory only. What is found there is read once and checked against the checksums of what was written
-            (about 0.3 s for 200 MB). A second process on one folder waits for the first, and then reads. Every
-            weight and buffer is read at each call, to tell models apart (0.2 s for 100 million float32 weights, on
-            one core).
+        out: A folder to stream to. What is there already is kept, and an interrupted run of the same data continues
+            where it stopped. The result is memory-mapped: editing it changes memory only. Files found there are
+            read once and compared with the checksums of what was written (about 0.3 s for 200 MB). A second
+            process on the same folder waits for the first, and then reads. Every weight and buffer is read at each
+            call, to recognise the model (0.2 s for 100 million float32 weights, on one core).
         batch_size: Sequences in one forward pass.
         dtype: Dtype to keep; None for the model's own (float16 halves what a stream writes).
         attention_mask: 1 for real tokens. (example, pos)
@@ -156,7 +155,7 @@ def collect(
     Raises:
         UnknownHookError: A site that the model doesn't have.
         InputError: No examples, no positions, a batch size below 1, a dtype that isn't a floating one or, with
-            ``out``, one that files don't have (bfloat16), an empty ``out``, or ``out`` while hooks stand on the model.
+            ``out``, one that files don't have (bfloat16), an empty ``out``, or ``out`` while the model has hooks.
         StoreError: ``out`` holds activations of other data or another model, weight by weight, or some that were
             changed, or can't be written.
     """
@@ -394,13 +393,13 @@ def _need_unhooked(model: HookedModel) -> None:
     """Refuse to stream what hooks change: a folder's record can't tell one hook from another."""
     path = hooked_by_hand(model.module)
     if model.has_hooks():
-        where = "hooks of add_hook() or hooks() stand on the model"
+        where = "the model has hooks of add_hook() or hooks()"
     elif path is not None:
-        where = f"a PyTorch hook stands on {path or type(model.module).__name__}"
+        where = f"{path or type(model.module).__name__} has a PyTorch hook"
     else:
         return
     raise InputError(
-        f"out= keeps activations of the model as it is, and {where}: the same call without it, or with another one, "
-        "would read them back. Remove the hooks (model.reset_hooks(), handle.remove()), or collect without out= and "
-        "save() what comes"
+        f"out= keeps activations of the model without hooks, but {where}: a later call without them, or with others, "
+        "would read these activations. Remove the hooks (model.reset_hooks(), handle.remove()), or collect without "
+        "out= and save() the result"
     )

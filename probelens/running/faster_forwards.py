@@ -24,8 +24,8 @@ _EQUAL: WeakKeyDictionary[HookedModel, tuple[Any, bool]] = WeakKeyDictionary()
 def faster_forwards(model: HookedModel, names: Iterable[str] = ()) -> Iterator[None]:
     """Run the faster forwards while the context lasts, where they are sure to see what the model's own would.
 
-    Not where hooks of the caller's stand on the model, or a point lies on a module inside a mixer: the two forwards
-    needn't call the same ones. Whether both give the same numbers is tried, and remembered until something in the model is exchanged.
+    The model's own forward runs where the caller has hooks on the model, or a point is on a module inside a mixer,
+    since the two forwards may not call the same modules. Whether both give the same numbers is tried, and remembered until something in the model is exchanged.
 
     Args:
         model: The wrapped model.

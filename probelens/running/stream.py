@@ -1,4 +1,4 @@
-"""A stream: activations in one ``.npy`` file a site, with a record of how far the run got and what was written."""
+"""Activations on disk: one ``.npy`` file for each site, with a record of how far the run got and what was written."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Stream:
         self._read()
 
     def _read(self) -> None:
-        """Take over what stands in the folder, if anything new does, and check it."""
+        """Read the record in the folder, if it is new, and check the files that it names."""
         if self.folder.exists() and not self.folder.is_dir():
             raise StoreError(f"can't write to {str(self.folder)!r}: it is a file. Give a folder as out=")
         try:
@@ -93,7 +93,7 @@ class Stream:
                 if self._sum(name, start, part[0]) != part[1 + i]:
                     raise StoreError(
                         f"examples {start} to {part[0] - 1} in {str(self.folder / file)!r} are not what collect wrote "
-                        f"there: their checksum differs. Bring the file back from a copy, or remove {str(self.folder)!r} "
+                        f"there: their checksum differs. Restore the file from a copy, or remove {str(self.folder)!r} "
                         "to collect again."
                     )
             self._open(name)

@@ -77,7 +77,7 @@ def test_hooks_are_refused_and_every_weight_and_buffer_tells_a_stream_apart(tmp_
             pl.collect(model, x, KEY, out=tmp_path / "other")
         assert not torch.allclose(pl.collect(model, x, KEY)[KEY], want), "in memory they count"
     handle = module.gpt_neox.layers[1].register_forward_pre_hook(lambda module, args: None)
-    with pytest.raises(pl.InputError, match="PyTorch hook stands on gpt_neox.layers.1:"):
+    with pytest.raises(pl.InputError, match="gpt_neox.layers.1 has a PyTorch hook:"):
         pl.collect(model, x, KEY, out=out)
     handle.remove()
     weight = module.gpt_neox.layers[0].mlp.dense_h_to_4h.weight

@@ -25,7 +25,7 @@ class Job:
     """A condition whose edits all lie in blocks ``start`` to ``stop − 1`` (−1: the embedding).
 
     ``at`` is the one hook point that all of them edit where that is the residual entering block
-    ``stop``: nothing has to run then to know what they make of it.
+    ``stop``: then no block has to run to apply the edits.
     """
 
     index: int
@@ -68,7 +68,7 @@ def loads(
     jobs: Sequence[Job], begins: Sequence[int], last: int, rows: int, length: int, n: int, limits: Limits,
     passes: Callable[[Sequence[int], int], list[tuple[int, int]]],
 ) -> list[Load]:  # fmt: skip
-    """Divide the jobs of a batch.
+    """Divide the jobs of a batch into loads that fit into memory, and each load into passes.
 
     Args:
         jobs: What to run.
@@ -77,7 +77,7 @@ def loads(
         rows: Examples of the batch.
         length: Positions of a sequence.
         n: Blocks of the model.
-        limits: How much may be held.
+        limits: How much memory may be used.
         passes: From where runs begin, not increasing, and examples to the slices that share a pass.
     """
     parts: list[list[tuple[Job, int]]] = [[]]
@@ -100,7 +100,7 @@ def loads(
 
 
 def _job(model: HookedModel, index: int, condition: Condition) -> Job | None:
-    """What to run for a condition; None where an edit lies outside the blocks, or a run can't begin there."""
+    """The job of a condition; None where an edit is outside the blocks, or a run can't begin there."""
     points = {point.name: point for point in (model.point(one.name) for one in condition.interventions)}
     layers = [-1 if name in _EMBEDDINGS else point.block for name, point in points.items()]
     known = [layer for layer in layers if layer is not None]

@@ -1,4 +1,4 @@
-"""How large the tensors of a sweep are, and how its work is cut so that they stay within a memory budget."""
+"""How large the tensors of a sweep are, and the limits that keep them within a memory budget."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from probelens.running.sweep.conditions import Read
 
 __all__ = ["EDITED", "LOGITS", "PASSES", "WORK", "Limits", "Sizes", "in_bytes", "largest", "mib"]
 
-# What is held where the caller names no budget, in bytes.
+# Limits in bytes where the caller names no budget.
 EDITED = 1 << 28
 PASSES = 1 << 30
 LOGITS = 1 << 26
-# Widths of the residual stream that a block needs for a token while it runs, about: MLP, projections, gates.
+# About how many widths of the residual stream a block needs for a token while it runs: MLP, projections, gates.
 WORK = 16
 
 
@@ -29,7 +29,7 @@ class Sizes:
         resid: The residual stream at every position.
         logits: Logits at every position.
         reads: Logits at the positions that are read.
-        source: What conditions hold for a batch that they were not given whole.
+        source: Activations that conditions hold for a batch.
         vector: The residual stream at one position.
     """
 
@@ -60,9 +60,9 @@ class Limits:
 
     Args:
         batch: Examples of a batch.
-        spacing: States are kept at every so many positions.
+        spacing: Positions from one kept state to the next.
         edited: Bytes of edited residuals that are held before they are run on.
-        logits: Bytes of logits that are there at once.
+        logits: Bytes of logits that exist at once.
         together: Conditions that may share a pass.
         tokens: Tokens of a pass that conditions share.
         vector: Bytes of the residual stream at one position.

@@ -1,6 +1,6 @@
-"""The one engine that runs interventions: many conditions on one set of inputs.
+"""Sweeps: many conditions run on one set of inputs, planned before they run.
 
-Patching, ablation and profiles only describe what to run. The engine runs the unedited model
+Patching, ablation and profiles only describe what to run. A sweep runs the unedited model
 once, keeps the residual where an edit begins, starts every condition there, and computes logits
 only where they are read. On causal models it also leaves out the positions before the first changed
 one, and runs conditions that begin near each other in one pass. A plan says beforehand which of this
@@ -57,14 +57,14 @@ _PATHS = {
 class SweepPlan:
     """What a sweep will run, by which path and why, what that costs and what it holds; ``run`` runs it.
 
-    Costs are counts, of what runs for the sweep: a block-position is one block run on one position of one
-    example. On the path "resume" they are the most that can come: where an edit first changes something is
-    known only once it runs, and runs that come out later, or equal to the unedited one, cost less. For edits
-    inside a block the plan takes the first position. Not counted are trials on a few random tokens, made once a model.
+    Costs are counts of what runs for the sweep: a block-position is one block run on one position of one example.
+    On the path "resume" they are upper bounds: where an edit first changes something is known only once it runs,
+    and runs that change something later, or nothing, cost less. For edits inside a block the plan assumes the first
+    position. Trials on a few random tokens, made once for each model, are not counted.
 
     A model's first run on the path "resume" begins with a trial on the inputs themselves. Where it gives other
     numbers, the run falls back to a longer path, and then costs ``trial`` and what ``otherwise`` costs, which is more
-    than these counts; ``print`` says how much. The result's ``path`` and ``why`` say what ran.
+    than these counts. ``print`` says how much. The result's ``path`` and ``why`` say what ran.
 
     Args:
         conditions: How many.
@@ -108,7 +108,7 @@ class SweepPlan:
 
     @property
     def ratio(self) -> float:
-        """How many times fewer block-positions than one whole forward a condition.
+        """How many times fewer block-positions than with a whole forward for each condition.
 
         At least so many, unless ``exact``, and provided that a first ``trial`` agrees.
         """

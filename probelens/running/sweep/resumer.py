@@ -1,7 +1,7 @@
 """What an adapter gives for runs that begin in the middle of a sequence, and which models it was wrong for.
 
-In a causal model the positions before an edit stay as they were. A run can begin at the first changed
-position of a block if what the earlier positions left behind for the later ones is kept.
+In a causal model an edit changes nothing before its position. A run can begin at the first changed position of a
+block if what later positions need of earlier ones is kept: keys and values, or recurrent states.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Resumer(ABC):
     BUDGET: ClassVar[int] = 1 << 30
     # The longest sequence on which a run from the middle was seen to equal a whole one.
     trusted = 0
-    # What later positions need is kept at every so many positions; a plan sets it before it runs.
+    # Positions from one kept state to the next. A sweep sets it before it runs.
     spacing = 1
 
     def __init__(self, model: HookedModel) -> None:
@@ -43,18 +43,18 @@ class Resumer(ABC):
 
     @abstractmethod
     def holds(self, batch: int, length: int, spacing: int = 1) -> int:
-        """Bytes that ``base`` keeps of so many sequences for later positions, what it needs meanwhile included."""
+        """Bytes that ``base`` keeps of some sequences for later positions, with what it needs while it runs."""
 
     @abstractmethod
     def copied(self, batch: int, length: int) -> int:
         """Bytes that one condition needs in a pass, at most, for its own copy of what was kept."""
 
     def spacings(self, length: int) -> range:
-        """At every how many positions may be kept what later ones need, the closest first."""
+        """Distances that are possible between kept states, the closest first."""
         return range(1, 2)
 
     def fit(self, batch: int, length: int, memory: int) -> int | None:
-        """The closest spacing whose ``holds`` stays within so many bytes; None if none does."""
+        """The closest spacing whose ``holds`` is at most ``memory`` bytes; None if there is none."""
         return next((s for s in self.spacings(length) if self.holds(batch, length, s) <= memory), None)
 
     @abstractmethod
@@ -96,18 +96,18 @@ class Resumer(ABC):
         """
 
     def running(self) -> contextlib.AbstractContextManager[Any]:
-        """A context whose runs over whole sequences give the very numbers that ``base`` gives."""
+        """A context in which whole runs give exactly the numbers that ``base`` gives."""
         return contextlib.nullcontext()
 
     def overhead(self) -> float:
-        """How many tokens cost as much as a pass costs before its first one."""
+        """The fixed cost of a pass, in tokens."""
         block = self.model.module.get_submodule(self.model.adapter.blocks[0])
         weights = max(1, sum(p.numel() for p in block.parameters()))
         # Measured on one core: about 2 ms a block, beside 2 · weights operations a token at 1e11 a second.
         return (1e8 if self.model.cfg.device.type == "cpu" else 3e9) / weights
 
 
-# Of each model, what it consisted of when its resumer was made, and the resumer; None where there is none.
+# For each model, its fingerprint when its resumer was made, and the resumer; None where there is none.
 _FOUND: WeakKeyDictionary[HookedModel, tuple[Any, Resumer | None]] = WeakKeyDictionary()
 _WRONG: WeakKeyDictionary[HookedModel, Any] = WeakKeyDictionary()
 
@@ -115,7 +115,7 @@ _WRONG: WeakKeyDictionary[HookedModel, Any] = WeakKeyDictionary()
 def resumer_of(model: HookedModel) -> Resumer | None:
     """The model's resumer, made once; None where there is none or it was found to give other numbers.
 
-    What was found holds until something in the model is exchanged.
+    The answer is kept until a part of the model is replaced.
     """
     now = fingerprint(model.module)
     if model not in _FOUND or _FOUND[model][0] != now:
