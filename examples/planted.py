@@ -89,15 +89,15 @@ class World:
         return pl.collect(self.model, batch, SITE)[SITE]
 
 
-def axes(seed: int = 0) -> Tensor:
+def axes() -> Tensor:
     """Orthonormal directions, in rows: no variable lies along a feature. (WIDTH, WIDTH)"""
-    gen = torch.Generator().manual_seed(seed)
+    gen = torch.Generator().manual_seed(0)
     return torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=gen, dtype=torch.float64)).Q.float()
 
 
-def nuisance(spread: Tensor, seed: int = 1) -> Tensor:
+def nuisance(spread: Tensor) -> Tensor:
     """Bounded differences between tokens that carry no variable, with a standard deviation for each axis. (NUISANCE, WIDTH)"""
-    gen = torch.Generator().manual_seed(seed)
+    gen = torch.Generator().manual_seed(1)
     values = torch.rand(NUISANCE, WIDTH, generator=gen) - 0.5
     return (values - values.mean(0)) * 12**0.5 * spread
 

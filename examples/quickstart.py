@@ -143,21 +143,9 @@ def aligned(pairs: pl.PatchPairs, n: int) -> pl.PatchPairs:
 
 def tidy(config: Mapping[str, Any], training: Any, behaviour: Any, found: pl.Profile) -> list[dict[str, Any]]:
     """Every number of a cell as rows, distinguished by the column ``kind``."""
-    tables = {"training": training, "behaviour": behaviour, "probe": found.probes}
-    tables |= {"ablation": list(found.ablations.values()), "patch": list(found.patches.items())}
-    rows: list[dict[str, Any]] = []
-    for kind, results in tables.items():
-        for item in results if isinstance(results, list) else [results]:
-            name, result = item if isinstance(item, tuple) else ("", item)
-            try:
-                records = result.to_dataframe().to_dict("records")
-            except pl.MetricError as err:
-                # A model that answers no pair has no recovery to report; the row says so.
-                records = [{"problem": str(err)}]
-            extra = {"pairs": name} if name else {}
-            # A table may have a column of that name itself; here it says which table the row is from.
-            rows += [{"model": config["name"], **extra, **record, "kind": kind} for record in records]
-    return rows
+    tables = {"training": training.to_dataframe(), "behaviour": behaviour.to_dataframe()}
+    own = [{**row, "kind": kind} for kind, table in tables.items() for row in table.to_dict("records")]
+    return [{"model": config["name"], **row} for row in [*own, *found.measurements()]]
 
 
 def run(config: Config, progress: bool = True) -> Path:

@@ -13,7 +13,7 @@ from torch import Tensor
 from probelens.ablation.ablate import ablate
 from probelens.ablation.columns import ABLATION
 from probelens.ablation.result import AblationResult
-from probelens.errors import InputError
+from probelens.errors import InputError, MetricError
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped
 from probelens.hooks.shorthand import LAYER_AXIS
@@ -99,6 +99,26 @@ class Profile(Result):
                 merged.update(drop_lo=found.get("lo"), drop_hi=found.get("hi"))
             rows.append(merged)
         return table(rows, self.columns)
+
+    def measurements(self) -> list[dict[str, Any]]:
+        """Every row of the probes, ablations and patches.
+
+        Returns:
+            Rows with the columns of their own tables, and ``kind``: "probe", "ablation" or "patch", the latter with
+            ``pairs``. Of pairs that the model never answers correctly, one row with the reason as ``problem``.
+        """
+        results: list[tuple[dict[str, Any], Any]] = [({"kind": "probe"}, self.probes)]
+        results += [({"kind": "ablation"}, found) for found in self.ablations.values()]
+        results += [({"kind": "patch", "pairs": name}, found) for name, found in self.patches.items()]
+        rows: list[dict[str, Any]] = []
+        for about, found in results:
+            try:
+                records = found.to_dataframe().to_dict("records")
+            except MetricError as err:
+                records = [{"problem": str(err)}]
+            # A table may have a column `kind`; here it says which table the row is from.
+            rows += [{**record, **about} for record in records]
+        return rows
 
     def findings(self) -> list[str]:
         """What the model knows, and for each label where it is read, what it costs to remove and where it is put in.

@@ -71,6 +71,8 @@ CURVES: list[tuple[str, str, list[int], Callable[[int], Runs], tuple[str, ...]]]
     ("collection", "sequences of 32", [128, 256, 512, 1024], _collecting, ()),
 ]
 
+REPEATS = 3
+
 
 def missing() -> list[str]:
     """The curves that are left out here, and which package to install for each."""
@@ -80,7 +82,7 @@ def missing() -> list[str]:
     ]  # fmt: skip
 
 
-def curves(repeats: int = 3) -> Iterator[dict[str, Any]]:
+def curves() -> Iterator[dict[str, Any]]:
     """Medians of CPU time at every size, and the slope in log-log; one curve after the other."""
     for what, axis, sizes, build, needs in CURVES:
         if not all(installed(peer) for peer in needs):
@@ -89,7 +91,7 @@ def curves(repeats: int = 3) -> Iterator[dict[str, Any]]:
         for size in sizes:
             runs = build(size)
             taken: dict[str, list[float]] = {name: [] for name in runs}
-            for _ in range(repeats + 1):
+            for _ in range(1 + REPEATS):
                 for name, (run, part) in runs.items():
                     start = cpu_seconds()
                     run()

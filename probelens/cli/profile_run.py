@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from probelens.cli.profile_report import ProfileSettings, write
-from probelens.errors import InputError, MetricError, StoreError
+from probelens.errors import InputError, StoreError
 from probelens.experiments.record import RunRecord, versions
 from probelens.experiments.settings import arguments
 from probelens.results.files import write_rows
@@ -136,23 +136,8 @@ def report_again(folder: Path) -> Path:
 
 def rows(found: Profile) -> list[dict[str, Any]]:
     """Every number of a profile as rows, distinguished by the column ``kind``."""
-    tables: list[tuple[str, str, Any]] = [("probe", "", found.probes)]
-    tables += [("ablation", "", result) for result in found.ablations.values()]
-    tables += [("patch", name, result) for name, result in found.patches.items()]
-    out = [
-        {"model": found.model, "kind": "behaviour", "span": span, "accuracy": value}
-        for span, value in found.behaviour.items()
-    ]
-    for kind, name, result in tables:
-        try:
-            records = result.to_dataframe().to_dict("records")
-        except MetricError as err:
-            # A model that answers no pair has no recovery to report; the row says so.
-            records = [{"problem": str(err)}]
-        # A table may have a column `kind` of its own; here it says which table the row is from.
-        extra = {"pairs": name} if name else {}
-        out += [{**extra, **record, "model": found.model, "kind": kind} for record in records]
-    return out
+    own = [{"kind": "behaviour", "span": span, "accuracy": value} for span, value in found.behaviour.items()]
+    return [{"model": found.model, **row} for row in [*own, *found.measurements()]]
 
 
 def _pairs(task: Task, n: int, settings: ProfileSettings) -> dict[str, Any]:

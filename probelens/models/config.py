@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from probelens.errors import InputError, nearest
+from probelens.numerics.tensors import whole_number
 
 if TYPE_CHECKING:
     from probelens.tasks.base import Task
@@ -84,10 +85,8 @@ class FormalConfig:
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"{name} must be a positive integer, not {value!r}.")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
-            raise InputError(f"seed must be an integer from 0 to 2**63 - 1, not {self.seed!r}.")
+            object.__setattr__(self, name, whole_number(name, value))
+        object.__setattr__(self, "seed", whole_number("seed", self.seed, 0, 2**63 - 1))
         std = self.embedding_std
         if (
             isinstance(std, bool)

@@ -7,24 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from probelens.errors import InputError
+from probelens.numerics.tensors import whole_number
 
 __all__ = ["TrainConfig"]
 
 # The least value of each whole number, and the range of each other number.
 _INTEGERS = {
-    "steps": 1,
-    "batch_size": 1,
-    "warmup": 0,
-    "decay_steps": 0,
-    "length": 1,
-    "start_length": 1,
-    "grow_by": 1,
-    "eval_every": 1,
-    "eval_sequences": 1,
-    "seed": 0,
-    "checkpoint_every": 1,
-    "threads": 1,
-}
+    "steps": 1, "batch_size": 1, "warmup": 0, "decay_steps": 0, "length": 1, "start_length": 1, "grow_by": 1,
+    "eval_every": 1, "eval_sequences": 1, "seed": 0, "checkpoint_every": 1, "threads": 1,
+}  # fmt: skip
 _NUMBERS = {
     "lr": (1e-12, 1e6),
     "weight_decay": (0.0, 1e6),
@@ -93,10 +84,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is None and name in optional:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InputError(
-                    f"TrainConfig: {name} must be an integer of at least {least}, not {value!r}."
-                )
+            object.__setattr__(self, name, whole_number(f"TrainConfig: {name}", value, least))
         for name, (low, high) in _NUMBERS.items():
             value = getattr(self, name)
             if value is None and name in optional:

@@ -201,10 +201,10 @@ def test_a_config_survives_its_dict() -> None:
     [
         ({"arch": "Transfomer"}, "unknown architecture 'Transfomer'.*Did you mean 'transformer'"),
         ({"arch": None}, "unknown architecture None.*Allowed: transformer, mamba"),
-        ({"d_vocab": 0}, "d_vocab must be a positive integer, not 0"),
-        ({"n_layers": 2.0}, "n_layers must be a positive integer, not 2.0"),
-        ({"d_model": True}, "d_model must be a positive integer, not True"),
-        ({"seed": -1}, "seed must be an integer from 0"),
+        ({"d_vocab": 0}, "d_vocab=0 must be a whole number, at least 1"),
+        ({"n_layers": 2.0}, "n_layers=2.0 must be a whole number"),
+        ({"d_model": True}, "d_model=True must be a whole number"),
+        ({"seed": -1}, "seed=-1 must be a whole number, from 0"),
         ({"embedding_std": float("nan")}, "embedding_std must be a finite number"),
         ({"embedding_std": -0.1}, "embedding_std must be a finite number"),
         ({"arch": "transformer", "n_heads": 3}, "d_model=128 does not divide into n_heads=3"),
@@ -318,7 +318,7 @@ def test_with_one_tap_the_convolution_has_no_past(arch: str) -> None:
 
 
 def test_the_number_of_taps_is_checked_and_saved(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="d_conv must be a positive integer, not 0"):
+    with pytest.raises(InputError, match="d_conv=0 must be a whole number"):
         FormalConfig("mamba", d_vocab=7, d_conv=0)
     save(small("mamba", d_conv=1), tmp_path / "model.safetensors")
     assert config_of(load(tmp_path / "model.safetensors")).conv_kernel == 1

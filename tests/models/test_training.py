@@ -432,16 +432,16 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_spares_the_checkpoint(
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"steps": 0}, "steps must be an integer of at least 1, not 0"),
-        ({"batch_size": 2.5}, "batch_size must be an integer of at least 1, not 2.5"),
+        ({"steps": 0}, "steps=0 must be a whole number, at least 1"),
+        ({"batch_size": 2.5}, "batch_size=2.5 must be a whole number"),
         ({"lr": float("nan")}, "lr must be a number from"),
         ({"lr": 0}, "lr must be a number from"),
         ({"betas": (0.9, 1.0)}, "betas must be two numbers"),
         ({"target_accuracy": 99}, "target_accuracy must be a number from 0.0 to 1.0, not 99"),
         ({"start_length": 50}, "start_length=50 is beyond length=40"),
         ({"steps": 50, "decay_steps": 50}, "decay_steps=50 leaves nothing of steps=50"),
-        ({"seed": -1}, "seed must be an integer of at least 0"),
-        ({"eval_every": True}, "eval_every must be an integer"),
+        ({"seed": -1}, "seed=-1 must be a whole number, at least 0"),
+        ({"eval_every": True}, "eval_every=True must be a whole number"),
     ],
 )
 def test_a_bad_training_config_is_refused_with_the_reason(fields: dict[str, object], says: str) -> None:
