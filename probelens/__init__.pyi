@@ -50,6 +50,10 @@ from .numerics import stats as stats
 from .patching.attribute import attribute as attribute
 from .patching.final_layer import PatchSitesResult as PatchSitesResult
 from .patching.final_layer import patch_sites as patch_sites
+from .patching.interchange import InterchangePlan as InterchangePlan
+from .patching.interchange import interchange as interchange
+from .patching.interchange import interchange_plan as interchange_plan
+from .patching.interchange_result import InterchangeResult as InterchangeResult
 from .patching.patch import patch as patch
 from .patching.plan import PatchPlan as PatchPlan
 from .patching.plan import patch_plan as patch_plan

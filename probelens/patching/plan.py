@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probelens.hooks.edits.edit import Edit
 from probelens.hooks.edits.values import Replace
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped, resolve
@@ -28,7 +29,7 @@ from probelens.running.collect import collect, stops_at
 from probelens.running.sweep.conditions import Condition, Intervention, Read
 from probelens.running.sweep.plan import SweepPlan, plan
 
-__all__ = ["PatchPlan", "patch_plan"]
+__all__ = ["PatchPlan", "Source", "patch_plan", "put_in"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +63,7 @@ class PatchPlan:
     joint: bool
     _layers: list[int] = field(repr=False)
     _pairs: Any = field(repr=False)
-    _values: _Source = field(repr=False)
+    _values: Source = field(repr=False)
 
     @property
     def block_positions(self) -> int:
@@ -183,10 +184,10 @@ def patch_plan(
     into, source = (pairs.corrupted, pairs.clean) if mode == "denoise" else (pairs.clean, pairs.corrupted)
     mask = padding_mask(pairs.mask, model)
     read = Read(read_metric(metric), pairs.read_pos[:, None].long(), {"answers": pairs.answers})
-    values = _Source(model, source, names, mask)
+    values = Source(model, source, names, mask)
     groups = [names] if joint else [[name] for name in names]
     conditions = [
-        Condition((i, j), tuple(_replacement(model, name, values.at(name), column) for name in group))
+        Condition((i, j), tuple(put_in(model, name, values.at(name), column) for name in group))
         for i, group in enumerate(groups)
         for j, column in enumerate(where)
     ]
@@ -209,8 +210,12 @@ def patch_plan(
     )
 
 
-def _replacement(
-    model: HookedModel, name: str, values: Callable[[Tensor], Tensor], column: Tensor | None
+def put_in(
+    model: HookedModel,
+    name: str,
+    values: Callable[[Tensor], Tensor],
+    column: Tensor | None,
+    edit: Callable[[Tensor | None, Tensor], Edit] = Replace,
 ) -> Intervention:
     """Put values in at one position of each example.
 
@@ -219,18 +224,22 @@ def _replacement(
         name: Hook point.
         values: From the numbers of examples to their activations, in the axes of the point.
         column: The position in each example, on the point's own axis of positions; None for all. (example,)
+        edit: Makes the edit from positions and values.
+
+    Returns:
+        The intervention.
     """
     # At a state point other steps then run without a stop at each.
     steps = sorted(set(column.tolist())) if column is not None and model.point(name).step else None
 
     def edit_for(rows: Tensor) -> HookFn:
-        edit = Replace(None if column is None else column[rows], values(rows))
-        return edit if steps is None else at(steps, edit)
+        made = edit(None if column is None else column[rows], values(rows))
+        return made if steps is None else at(steps, made)
 
     return Intervention(name, edit_for, column)
 
 
-class _Source:
+class Source:
     """Activations of one run at several sites, for the batch that was asked for last.
 
     Args:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from probelens.errors import InputError
+from probelens.probing.directions import Directions
 from probelens.probing.solvers.factor import Factorised
 from probelens.probing.solvers.logistic import LogisticFit, fit_path
 from probelens.probing.splits import Split
@@ -30,12 +31,14 @@ class Fitted:
         guess: Class ids guessed on the test sequences. each (n_test, pos)
         mean: Mean of the training rows. (d,)
         n_rows: Rows of training and of validation.
+        train: The training rows, factorised, and each label there; None without labels. (n, d), each (n,)
     """
 
     fits: dict[str, LogisticFit]
     guess: dict[str, Tensor]
     mean: Tensor
     n_rows: tuple[int, int]
+    train: tuple[Factorised, dict[str, Tensor]] | None = None
 
     @classmethod
     def of(
@@ -75,12 +78,14 @@ class Fitted:
             return max(score) > blind[which] or min(loss[-_PATIENCE:]) >= min(loss[:-_PATIENCE])
 
         fits: dict[str, LogisticFit] = {}
+        kept: tuple[Factorised, dict[str, Tensor]] | None = None
         if tasks:
             shared = Factorised.of(x_train, standardize=True)
             paths = fit_path(shared, ys, sorted(Cs), n_classes=counts, tol=tol, stop=no_gain)
             for name, path, score in zip(tasks, paths, scores, strict=True):
                 # On a tie the smaller C: the simpler probe.
                 fits[name] = path[max(range(len(path)), key=lambda i: (score[i], -i))]
+            kept = shared, dict(zip(tasks, ys, strict=True))
         guess = {
             name: fit.logits(x_test.flatten(0, 1)).argmax(1).unflatten(0, x_test.shape[:2])
             for name, fit in fits.items()
@@ -88,7 +93,13 @@ class Fitted:
         if bool(offset.any()):
             fits = {name: _moved(fit, offset) for name, fit in fits.items()}
         mean = x_train.double().mean(0) + offset
-        return cls(fits, guess, mean.float(), (len(x_train), len(x_val)))
+        return cls(fits, guess, mean.float(), (len(x_train), len(x_val)), kept)
+
+    def directions(self, label: str) -> Directions:
+        """Where a label lies in the activations, by every definition."""
+        assert self.train is not None
+        shared, ys = self.train
+        return Directions.of(shared, self.fits[label].softmax()[0], ys[label])
 
 
 def _moved(fit: LogisticFit, offset: Tensor) -> LogisticFit:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError, UnknownHookError, nearest
+from probelens.probing.directions import Directions
 from probelens.results.columns import Column
 from probelens.results.rows import Rows
 from probelens.results.sentences import (
@@ -35,6 +36,7 @@ _BASELINES = {
     "untrained": "untrained model",
 }  # fmt: skip
 
+LOCATED = ("pattern", "class_means", "leace_left", "leace_right")
 TASK, CONTROL, UNTRAINED = "task", "control_task", "untrained"
 
 
@@ -57,6 +59,8 @@ class ProbeResult(Rows):
         by_position: Accuracy at each position, NaN where no row counts. (pos,)
         by_class: Recall of each class, NaN where absent from test. (class,)
         extra: What the caller wants to keep with the result; saved and loaded with it.
+        located: Where each label lies, beside the probe's rows: "pattern", "class_means", "leace_left" and
+            "leace_right" under the row's key; see ``Directions``. (k, d)
     """
 
     columns = (
@@ -127,6 +131,29 @@ class ProbeResult(Rows):
     by_position: dict[str, Tensor]
     by_class: dict[str, Tensor]
     extra: dict[str, Any] = field(default_factory=dict)
+    located: dict[str, Tensor] = field(default_factory=dict)
+
+    def directions(self, site: str, label: str | None = None, seed: int | None = None) -> Directions:
+        """Where a label lies in the activations of a site: filter, pattern, class means and LEACE.
+
+        Args:
+            site: Hook point.
+            label: Label; None if there is only one.
+            seed: Seed; None for the first.
+
+        Returns:
+            Directions of every definition. each (k, d)
+
+        Raises:
+            InputError: The result was saved before probes kept them.
+        """
+        name = key(self.row(site, label, seed))
+        if f"{name}|pattern" not in self.located:
+            raise InputError(
+                "this ProbeResult was saved without patterns and class means, so only the probe's rows are known. "
+                "Probe again, or make subspaces from activations, as probelens.subspaces.class_means(X, y) does"
+            )
+        return Directions(self.coefs[name].double(), *(self.located[f"{name}|{n}"].double() for n in LOCATED))
 
     @property
     def sites(self) -> list[str]:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from probelens.probing.data import Data
+from probelens.probing.directions import Directions
 from probelens.probing.fitting import Fitted, by_position, share
 from probelens.probing.intervals import r2_interval, share_interval
 from probelens.probing.mdl import online_codelength
-from probelens.probing.result import CONTROL, TASK, UNTRAINED, ProbeResult, key
+from probelens.probing.result import CONTROL, LOCATED, TASK, UNTRAINED, ProbeResult, key
 from probelens.probing.splits import Split
 from probelens.probing.values import ValueFit, value_guesses
 from probelens.tasks.baselines import baselines
@@ -49,12 +50,17 @@ class Recorder:
             row = self._row(site, label, TASK, fitted, label, y)
             coef, intercept = fitted.fits[label].softmax()
             self.out.coefs[key(row)], self.out.intercepts[key(row)] = coef.float(), intercept.float()
+            self._keep(key(row), fitted.directions(label))
             row.update(self.beside.get(label, {}))
             if base is not None:
                 row["untrained"] = self._row(site, label, UNTRAINED, base, label, y)["accuracy"]
             if label in self.controls:
                 control = self._row(site, label, CONTROL, fitted, f"{CONTROL}|{label}", self.controls[label])
                 row["selectivity"] = row["accuracy"] - control["accuracy"]
+
+    def _keep(self, name: str, found: Directions) -> None:
+        for definition in LOCATED:
+            self.out.located[f"{name}|{definition}"] = getattr(found, definition).float()
 
     def codelength(self, site: str, x: Tensor, Cs: Sequence[float], tol: float, max_rows: int | None) -> None:
         """Online codelength of each class label at one site, over all sequences, sent whole."""
@@ -87,6 +93,7 @@ class Recorder:
                     mine = row
                     self.out.coefs[key(row)] = found[label].coef[None]
                     self.out.intercepts[key(row)] = found[label].intercept[None]
+                    self._keep(key(row), found[label].directions)
                     row.update(self.beside.get(label, {}))
                 elif control == UNTRAINED:
                     mine["untrained"] = row["r2"]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from probelens.probing.controls import contexts
 from probelens.probing.data import Data
+from probelens.probing.directions import Directions
 from probelens.probing.solvers.factor import Factorised
 from probelens.probing.solvers.ridge import ridge_path
 from probelens.probing.splits import Split
@@ -29,6 +30,7 @@ class ValueFit:
         intercept: In the label's unit. ()
         guess: Numbers guessed where labels count in the test sequences. (row,)
         n_rows: Rows of training and of validation.
+        directions: Where the label lies in the activations, by every definition.
     """
 
     alpha: float
@@ -36,6 +38,7 @@ class ValueFit:
     intercept: Tensor
     guess: Tensor
     n_rows: tuple[int, int]
+    directions: Directions
 
 
 def fit_values(
@@ -68,7 +71,10 @@ def fit_values(
             fit = fits[best]
             guess = fit.predict(test.double())[:, j]
             rows = (len(train), len(val))
-            found[label] = ValueFit(fit.alpha, fit.coef[j].float(), fit.intercept[j].float(), guess, rows)
+            directions = Directions.of(shared, fit.coef[j][None], truth[0][:, j])
+            found[label] = ValueFit(
+                fit.alpha, fit.coef[j].float(), fit.intercept[j].float(), guess, rows, directions
+            )
         out.append(found)
     return out
 

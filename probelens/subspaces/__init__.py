@@ -1,5 +1,6 @@
 """Directions and subspaces fitted from activations, and erasers."""
 
+from probelens.subspaces.directions import between_share, directions, variance_share
 from probelens.subspaces.fitted import (
     class_means,
     from_probe,
@@ -20,7 +21,9 @@ __all__ = [
     "Inlp",
     "LeaceFitter",
     "Subspace",
+    "between_share",
     "class_means",
+    "directions",
     "from_probe",
     "inlp",
     "leace",
@@ -32,4 +35,5 @@ __all__ = [
     "random_matched",
     "svd",
     "top_pca",
+    "variance_share",
 ]

@@ -66,6 +66,8 @@ class Calls:
         yield pl.ComponentResult, pl.ablate_convolution(mamba, some, draws=2).rows
         found = pl.patch(model, self.pairs)
         yield pl.PatchResult, dataclasses.replace(found, correct=torch.ones(6).bool()).to_dataframe()
+        swapped = pl.interchange(model, self.pairs, self.space, same_pairs=self.pairs, controls=2)
+        yield pl.InterchangeResult, swapped.rows
         yield pl.PatchSitesResult, pl.patch_sites(model, self.pairs, correct_only=False, n_boot=20).rows
         yield VerifyReport, model.verify().rows
         yield (
@@ -120,7 +122,7 @@ def test_every_class_of_rows_declares_its_columns() -> None:
         below += cls.__subclasses__()
     library = {cls for cls in below[1:] if cls.__module__.startswith("probelens.")}
     assert library <= set(CLASSES)
-    assert len(library) == 9
+    assert len(library) == 10
     for cls in CLASSES:
         for column in cls.columns:
             assert f"        {column}" in (cls.__doc__ or "").splitlines(), "the docstring lists each column"

@@ -11,6 +11,7 @@ reader speaks.
 from __future__ import annotations
 
 from probelens.results.plots.drops import ablation
+from probelens.results.plots.interchange import interchange
 from probelens.results.plots.lines import layer_profile, length_curve, training_curve
 from probelens.results.plots.patching import patch_heatmap, site_name
 from probelens.results.plots.style import PALETTE, escape, template
@@ -19,6 +20,7 @@ __all__ = [
     "PALETTE",
     "ablation",
     "escape",
+    "interchange",
     "layer_profile",
     "length_curve",
     "patch_heatmap",

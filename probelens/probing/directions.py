@@ -1,0 +1,111 @@
+"""Where a probed variable lies: filter, pattern, class means and LEACE of one probe, from its training rows.
+
+A probe's row is a *filter*: what to read with. It is not where the variable lies. The *pattern* of a filter w is Σw, and
+the class means span the subspace in which the classes differ at all: without it no linear probe beats a constant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from probelens.errors import InputError
+from probelens.probing.solvers.factor import Factorised
+
+__all__ = ["DEFINITIONS", "Definition", "Directions"]
+
+Definition = Literal["class_means", "pattern", "filter", "leace"]
+DEFINITIONS: tuple[str, ...] = get_args(Definition)
+_CHUNK = 4096
+_SMALL = 1e-6  # canonical correlations up to this are rounding of float32 features
+
+
+@dataclass(frozen=True, eq=False)
+class Directions:
+    """The directions of one variable at one site, by every definition.
+
+    Args:
+        filter: The probe's rows in the space of the activations. (class, d), or (1, d) for a number
+        pattern: Σ_xx W, the columns along which what the probe reads varies most first. (k, d)
+        class_means: √p_k (μ_k − μ) of each class, or Σ_xz/σ_z of a number: their outer products sum to the
+            between-class covariance. (class, d), or (1, d)
+        leace_left: Directions that LEACE changes, the largest canonical correlation first. (k, d)
+        leace_right: Directions that it reads. (k, d)
+
+    Source:
+        Patterns: Haufe et al. 2014, NeuroImage 87. LEACE: Belrose et al. 2023, arXiv 2306.03819, theorem 4.2.
+    """
+
+    filter: Tensor
+    pattern: Tensor
+    class_means: Tensor
+    leace_left: Tensor
+    leace_right: Tensor
+
+    @classmethod
+    def of(cls, shared: Factorised, rows: Tensor, y: Tensor) -> Directions:
+        """Compute every definition.
+
+        Args:
+            shared: Activations of the training rows, factorised. (n, d)
+            rows: The probe's rows in the space of the activations. (class, d), or (1, d)
+            y: Class ids (integers) or numbers (floats) of the training rows. (n,)
+
+        Returns:
+            Directions in float64.
+        """
+        n, scale = shared.n, shared.scale.double()
+        w = rows.double()
+        w = w - w.mean(0) if len(w) > 1 else w
+        read = (shared.x @ (w * scale).to(shared.x).mT).double()
+        values, vectors = torch.linalg.eigh(read.mT @ read / n)
+        order = values.argsort(descending=True)[: int((values > values[-1].clamp_min(0) * 1e-10).sum())]
+        pattern = shared.cross(read @ vectors[:, order]) / n * scale
+        means = _between(shared, y) * scale
+        # What a class has in common with all others says nothing: Σ_xz of one-hot z is p_k (μ_k − μ).
+        white = shared.vectors / (shared.values / n).sqrt() / scale[:, None]
+        unwhite = shared.vectors * (shared.values / n).sqrt() * scale[:, None]
+        u, s, _ = torch.linalg.svd(white.mT @ means.mT, full_matrices=False)
+        u = u[:, : max(1, len(means) - 1)][:, s[: max(1, len(means) - 1)] > _SMALL]
+        return cls(rows.double(), pattern, means, (unwhite @ u).mT, (white @ u).mT)
+
+    def rows(self, definition: str) -> Tensor:
+        """Directions of one definition, the first one first, neither orthogonal nor of unit length.
+
+        Args:
+            definition: "filter", "pattern" or "class_means".
+
+        Returns:
+            At most classes − 1 rows. (k, d)
+
+        Raises:
+            InputError: Another definition.
+        """
+        if definition == "pattern":
+            return self.pattern
+        if definition not in ("filter", "class_means"):
+            raise InputError(
+                f"directions={definition!r} is not known. Allowed: {', '.join(map(repr, DEFINITIONS))}"
+            )
+        rows = self.filter if definition == "filter" else self.class_means
+        if definition == "filter" and len(rows) > 1:
+            rows = rows - rows.mean(0)  # a softmax reads differences of rows only
+        _, size, right = torch.linalg.svd(rows, full_matrices=False)
+        kept = int((size > size.max().clamp_min(1e-300) * 1e-6).sum())
+        return size[:kept, None] * right[:kept]
+
+
+def _between(shared: Factorised, y: Tensor) -> Tensor:
+    """Rows whose outer products sum to the between-class covariance, on the scale of the factorised features."""
+    if y.is_floating_point():
+        z = y.double() - y.double().mean()
+        return shared.cross(z[:, None]) / shared.n / z.square().mean().sqrt().clamp_min(1e-300)
+    ids, where, counts = y.unique(return_inverse=True, return_counts=True)
+    sums = torch.zeros(len(ids), shared.d, dtype=torch.float64, device=shared.x.device)
+    for start in range(0, shared.n, _CHUNK):
+        part = slice(start, start + _CHUNK)
+        sums.index_add_(0, where[part].to(sums.device), shared.x[part].double())
+    return sums / (counts.to(sums) * shared.n).sqrt()[:, None]

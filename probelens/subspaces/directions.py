@@ -1,0 +1,125 @@
+"""The subspace of a probed variable by a named definition, and how much of the variance it carries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from probelens.errors import InputError
+from probelens.numerics.linalg import covariance_of
+from probelens.probing.directions import DEFINITIONS, Definition
+from probelens.subspaces.leace import Eraser
+from probelens.subspaces.subspace import Subspace
+
+__all__ = ["between_share", "directions", "variance_share"]
+
+
+def directions(
+    probes: Any, label: str | None = None, definition: Definition = "class_means", *, rank: int | None = None
+) -> dict[str, Subspace | Eraser]:
+    """The directions of a probed variable at every site, by name.
+
+    Args:
+        probes: What ``probelens.probe`` returned.
+        label: Which label; may be left out when there is one.
+        definition: "class_means", the span of the class means, in which the classes differ at all; "pattern", the
+            covariance of the activations with what the probe reads; "filter", the probe's own rows, which may carry
+            hardly any variance; "leace", the oblique eraser.
+        rank: At most so many directions, the first ones by the definition; None for all.
+
+    Returns:
+        Site to ``Subspace``, or ``Eraser`` for "leace", around the mean of the training rows. Empty where the
+        probe found nothing.
+
+    Raises:
+        InputError: Not a ``ProbeResult``, an unknown definition or label, a rank under 1, or a result that was saved
+            without patterns and class means.
+
+    Source:
+        Haufe et al. 2014, NeuroImage 87 (filter and pattern); Belrose et al. 2023, arXiv 2306.03819 (class means, LEACE).
+
+    Examples:
+        >>> import probelens as pl
+        >>> x = torch.randn(200, 5, 8, generator=torch.Generator().manual_seed(0))
+        >>> found = directions(pl.probe({"a": x}, (x[..., 2] > 0).long()))["a"]
+        >>> found.rank, int(found.basis.abs().argmax())
+        (1, 2)
+    """
+    if not hasattr(probes, "directions") or not hasattr(probes, "sites"):
+        raise InputError(f"directions need what probelens.probe() returned, not a {type(probes).__name__}")
+    if definition not in DEFINITIONS:
+        raise InputError(
+            f"directions={definition!r} is not known. Allowed: {', '.join(map(repr, DEFINITIONS))}"
+        )
+    if rank is not None and rank < 1:
+        raise InputError(f"rank={rank}: it must be at least 1")
+    out: dict[str, Subspace | Eraser] = {}
+    for site in probes.sites:
+        mean = probes.mean(site).double()
+        name = definition.replace("_", " ") + (f" of {label}" if label is not None else "")
+        if definition == "filter":
+            rows = _filter(probes.coef(site, label))
+        else:
+            found = probes.directions(site, label)
+            if definition == "leace":
+                left, right = found.leace_left[:rank], found.leace_right[:rank]
+                size = (found.leace_right[:rank] @ found.class_means.mT).norm(dim=1)
+                out[site] = Eraser(left.mT.contiguous(), right.contiguous(), mean, size.clamp(max=1), name)
+                continue
+            rows = found.rows(definition)
+        out[site] = Subspace(_in_order(rows[:rank]), mean, name)
+    return out
+
+
+def _filter(rows: Tensor) -> Tensor:
+    rows = rows.double() - rows.double().mean(0) if len(rows) > 1 else rows.double()
+    _, size, right = torch.linalg.svd(rows, full_matrices=False)
+    return right[: int((size > size.max().clamp_min(1e-300) * 1e-6).sum())]
+
+
+def _in_order(rows: Tensor) -> Tensor:
+    """Orthonormal rows, the first k of which span the first k of the given ones."""
+    if not len(rows):
+        return rows
+    q, r = torch.linalg.qr((rows / rows.norm(dim=1, keepdim=True)).mT)
+    return q[:, r.diagonal().abs() > 1e-6].mT.contiguous()
+
+
+def variance_share(space: Subspace | Eraser, covariance: Tensor) -> float:
+    """The share of the activations' variance that a subspace carries, or that an eraser moves.
+
+    Args:
+        space: The subspace or eraser.
+        covariance: Σ of the activations. (d, d)
+
+    Returns:
+        tr QΣQᵀ / tr Σ: 0 to 1 for a subspace.
+
+    Raises:
+        ShapeError: Σ of another width.
+    """
+    sigma = covariance_of(covariance, space.d)
+    total = float(sigma.trace())
+    return float(space.variance_removed(sigma)) / total if total > 0 else 0.0
+
+
+def between_share(space: Subspace | Eraser, means: Tensor) -> float:
+    """The share of the between-class variance that a subspace carries: how far the class means differ along it.
+
+    Args:
+        space: The subspace or eraser.
+        means: Rows whose outer products sum to the between-class covariance. (class, d)
+
+    Returns:
+        0 to 1; for an eraser, the share of it that is gone afterwards.
+    """
+    rows = means.double()
+    total = float(rows.square().sum())
+    if not total:
+        return 0.0
+    if isinstance(space, Subspace):
+        return float((rows @ space.basis.to(rows).mT).square().sum()) / total
+    left = rows - rows @ space.right.to(rows).mT @ space.left.to(rows).mT
+    return 1 - float(left.square().sum()) / total

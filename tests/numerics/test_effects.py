@@ -1,0 +1,95 @@
+"""The effect's prediction interval and p values over sites, by simulation: what they promise holds under the null."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from probelens.errors import InputError, ShapeError
+from probelens.numerics.effects import effect, max_t_over_sites
+
+
+def null(seed: int, m: int, n: int, spread: float, noise: float) -> torch.Tensor:
+    """Costs of a target that is one more draw of its control, target first. (1 + m, n)"""
+    gen = torch.Generator().manual_seed(seed)
+    return (
+        spread * torch.randn(m + 1, 1, generator=gen)
+        + noise * torch.randn(m + 1, n, generator=gen)
+        + 0.1 * torch.rand(n, generator=gen)
+    )
+
+
+@pytest.mark.parametrize("m", [20, 99])
+@pytest.mark.parametrize("spread", [0.02, 0.2])
+def test_a_target_that_is_a_draw_of_its_control_has_zero_inside_in_nineteen_of_twenty(
+    m: int, spread: float
+) -> None:
+    outside, small = 0, 0
+    for seed in range(200):
+        costs = null(seed, m, 60, spread, 0.3)
+        found = effect(costs[0], costs[1:], torch.ones(60), seed=seed, samples=400)
+        outside += found.low > 0 or found.high < 0
+        small += found.p <= 0.05
+    # 200 draws of a coin of 0.05: 3 to 18 in 99 % of runs.
+    assert 3 <= outside <= 18
+    assert small <= 18
+
+
+def test_an_interval_over_sequences_alone_would_leave_zero_in_most_cases() -> None:
+    """The control of the test above: the same data with what the interval must not forget left out."""
+    outside = 0
+    for seed in range(100):
+        costs = null(seed, 20, 60, 0.2, 0.3).double()
+        each = costs[0] - costs[1:].mean(0)
+        half = 1.96 * each.std() / 60**0.5
+        outside += bool(abs(each.mean()) > half)
+    assert outside > 50
+
+
+def test_a_real_effect_is_found_with_its_size_and_a_noisier_target_widens_the_interval() -> None:
+    costs = null(0, 99, 200, 0.02, 0.1)
+    found = effect(costs[0] + 0.5, costs[1:], torch.full((200,), 0.8))
+    assert found.estimate == pytest.approx(float((costs[0] + 0.5 - costs[1:].mean(0)).mean()) / 0.8, abs=1e-6)
+    assert found.low > 0.4
+    assert found.p == pytest.approx(0.01)
+    noisy = effect(
+        costs[0] + 0.5 + 3 * torch.randn(200, generator=torch.Generator().manual_seed(1)),
+        costs[1:],
+        torch.full((200,), 0.8),
+    )
+    assert noisy.high - noisy.low > 3 * (found.high - found.low)
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(ShapeError, match=r"\(draw, example\)"):
+        effect(torch.zeros(3), torch.zeros(2, 4), torch.ones(4))
+    with pytest.raises(InputError, match="two control draws"):
+        effect(torch.zeros(4), torch.zeros(1, 4), torch.ones(4))
+    with pytest.raises(InputError, match="nothing to lose"):
+        effect(torch.zeros(4), torch.zeros(2, 4), torch.zeros(4))
+    with pytest.raises(ShapeError, match="site"):
+        max_t_over_sites(torch.zeros(3), torch.zeros(2, 9))
+
+
+def test_over_thirteen_unused_sites_some_adjusted_p_is_small_in_one_run_of_twenty() -> None:
+    raw, adjusted = 0, 0
+    for seed in range(400):
+        costs = torch.randn(13, 100, generator=torch.Generator().manual_seed(seed))
+        p = max_t_over_sites(costs[:, 0], costs[:, 1:])
+        adjusted += bool((p <= 0.05).any())
+        raw += bool((((costs[:, :1] <= costs).double().mean(1)) <= 0.05).any())
+    assert 8 <= adjusted <= 33  # 20 expected
+    assert raw > 150  # without adjusting about half
+
+
+def test_adjusted_p_steps_down_and_never_falls_below_the_raw_one() -> None:
+    gen = torch.Generator().manual_seed(3)
+    draws = torch.randn(4, 99, generator=gen)
+    targets = torch.tensor([9.0, 8.0, 1.5, 0.0])
+    p = max_t_over_sites(targets, draws)
+    raw = (torch.cat([targets[:, None], draws], 1) >= targets[:, None]).double().mean(1)
+    assert bool((p >= raw - 1e-12).all())
+    assert p.tolist() == sorted(p.tolist())
+    # With the two strong sites gone through first, the third is compared with the two that are left only.
+    alone = max_t_over_sites(targets[2:], draws[2:])
+    assert float(p[2]) == pytest.approx(float(alone[0]))
