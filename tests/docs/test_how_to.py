@@ -82,9 +82,10 @@ def test_the_page_runs_and_leaves_what_it_says(
         names = run_page("docs/how-to.md")
     made = {path.name for path in tmp_path.iterdir()}
     assert made == {"activations", "readable.safetensors", "readable.csv", "readable.html", "report.html"}
-    said, planned = capsys.readouterr().out.split("\n", 1)
+    said, printed = capsys.readouterr().out.split("\n", 1)
     assert re.fullmatch(r"0\.\d{3} \[0\.\d{3}, 0\.\d{3}\], generalises to seeds and examples", said)
-    assert planned == f"{names['plan']}\n"
+    assert printed == f"{names['read']}\n{names['plan']}\n"
+    assert printed.startswith("ProbeResult: 'state' probed at 3 sites")
     everywhere = names["everywhere"].values  # type: ignore[attr-defined]
     assert torch.allclose(everywhere[:, [0, 9]], names["at_two"].values, atol=1e-5)  # type: ignore[attr-defined]
     assert names["readable"].accuracy("blocks.0.hook_resid_post") > 0.9  # type: ignore[attr-defined]

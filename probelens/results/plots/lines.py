@@ -59,7 +59,7 @@ def layer_profile(
         title: Shown above the figure. A report has captions instead.
 
     Returns:
-        The figure; panels stand under each other and share the layer axis.
+        The figure; panels are stacked and share the layer axis.
 
     Raises:
         InputError: No rows, a missing column, text where a number belongs, or two rows for one point.
@@ -148,7 +148,7 @@ def training_curve(
         title: Shown above the figure.
 
     Returns:
-        The figure; panels stand under each other and share the step axis.
+        The figure; panels are stacked and share the step axis.
 
     Raises:
         InputError: No rows, a missing column, text where a number belongs, or two rows for one point.

@@ -36,7 +36,7 @@ def patch_heatmap(
             position)
         sites: What was patched, from the bottom row up: hook point names, layers as ints, or any names.
             Names of one kind are shown by layer alone: -1 is "embed", and ``"blocks.3.hook_resid_pre"`` is
-            what stands after block 2.
+            the residual after block 2.
         positions: Token indices of the columns. (position,)
         tokens: Text of the token at each position, when all pairs share it. (position,)
         lo: Lower bounds of intervals, for the hover text. (site, position)
@@ -219,7 +219,7 @@ def _site_axis(sites: Sequence[object]) -> tuple[list[str], str]:
     rest = [site for site, match in zip(sites, split) if not match]
     if len(kinds) == 1 and all(site in _ENDS for site in rest):
         kind = kinds.pop()
-        # What enters block l is what stands after block l - 1.
+        # The residual that enters block l is the one after block l - 1.
         shift = kind == "resid_pre"
         labels = [
             style.layer_name(int(match.group(1)) - shift) if match else _ENDS[str(site)]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Theme = Literal["auto", "light", "dark"]
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#A17CFD", "#825E2F", "#9F1DFE")
-"""Colours of lines, in order; they can be told apart with a colour deficiency too."""
+"""Colours of lines, in order, distinct under a colour deficiency too."""
 MARKERS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "x")
 DASHES = ("dash", "dot", "dashdot", "longdash", "longdashdot")
 GREY = "#7F8791"
@@ -337,7 +337,7 @@ def panels(
     )
     fig.update_layout(template=template(), height=total + gap * (len(heights) - 1) + 90)
     fig.update_annotations(font_size=13, x=0, xanchor="left")
-    # The legend stands above the first panel's title, at any height of the figure.
+    # The legend is above the first panel's title, at any height of the figure.
     fig.update_layout(legend_y=1 + (26 if any(titles) else 8) / total)
     if title:
         fig.update_layout(title_text=escape(title), margin_t=44)
