@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any, Literal, Self
 
@@ -16,7 +17,7 @@ from probelens.hooks.inputs import need_tokenizer, tokens_of
 from probelens.hooks.names import Points
 from probelens.hooks.points import Direction, HookFn, HookPoint
 from probelens.hooks.shorthand import Names
-from probelens.hooks.switchboard import Entry, Switchboard
+from probelens.hooks.switchboard import Switchboard
 
 __all__ = ["TransformerLensMethods"]
 
@@ -28,7 +29,6 @@ class TransformerLensMethods:
     adapter: Adapter
     points: Points
     switchboard: Switchboard
-    _added: list[Entry]
 
     def __getattr__(self, name: str) -> Any:
         # Not while the model is being made: without its adapter there is no cfg to ask.
@@ -58,7 +58,7 @@ class TransformerLensMethods:
             raise InputError(f"dir={dir!r} is not known. Allowed: 'fwd', 'bwd'")
         entries = self._entries([(name, hook)], dir, everywhere=True, permanent=is_permanent)
         self.switchboard.add(entries)
-        self._added += entries
+        self.switchboard.staying += entries
 
     def reset_hooks(
         self, clear_contexts: bool = True, direction: Literal["fwd", "bwd", "both"] = "both",
@@ -80,12 +80,12 @@ class TransformerLensMethods:
             raise InputError(f"direction={direction!r} is not known. Allowed: 'fwd', 'bwd', 'both'")
         where = None if name is None else {point.name for point in self.points.match(name)[0]}
         gone = [
-            e for e in self._added
+            e for e in self.switchboard.staying
             if direction in ("both", e.dir) and (including_permanent or not e.permanent)
             and (where is None or e.point.name in where)
         ]  # fmt: skip
         self.switchboard.remove(gone)
-        self._added = [e for e in self._added if e not in gone]
+        self.switchboard.staying = [e for e in self.switchboard.staying if e not in gone]
         if clear_contexts:
             self.clear_contexts()
 
@@ -297,6 +297,17 @@ class TransformerLensMethods:
         tokens = tokens.to(logits.device)
         mask = None if attention_mask is None else torch.as_tensor(attention_mask).to(logits.device)
         return self.adapter.loss(logits, Call((), {}, tokens, mask), per_token)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[Self]:
+        """Eval mode inside the block; every module's own training flag comes back after it."""
+        flags = {m: m.training for m in self.adapter.modules()}
+        try:
+            self.module.eval()
+            yield self
+        finally:
+            for module, training in flags.items():
+                module.training = training
 
     def eval(self) -> Self:
         """Put the module in eval mode."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from probelens.errors import HookNotFiredError, InputError, UnknownHookError
+from probelens.errors import HookNotFiredError, InputError
 from probelens.hooks.adapter import Adapter
 from probelens.hooks.cache import ActivationCache, Slice, recorders, without_batch
 from probelens.hooks.config import Call, ModelConfig, StopForward
@@ -22,11 +22,11 @@ from probelens.hooks.points import Direction, HookFn, HookPoint
 from probelens.hooks.shorthand import Names
 from probelens.hooks.switchboard import Entry, Switchboard, check_fired
 from probelens.hooks.trials import can_start_at
+from probelens.hooks.verify import VerifyReport, verify
+from probelens.hooks.weights import edited_weights
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from probelens.hooks.verify import VerifyReport
 
 __all__ = ["HookSpec", "HookedModel"]
 
@@ -51,7 +51,6 @@ class HookedModel(TransformerLensMethods):
         self.adapter = adapter
         self.points = Points(adapter, weakref.ref(self))
         self.switchboard = self._switchboard = Switchboard(module, adapter)
-        self._added: list[Entry] = []
         self._chained: dict[int, bool] = {}
 
     def __repr__(self) -> str:
@@ -127,8 +126,8 @@ class HookedModel(TransformerLensMethods):
             UnknownHookError: A layer out of range.
             HookNotFiredError: A hook of ``add_hook`` that this run should have reached.
         """
-        start = self._layer(start_at_layer, "start_at_layer")
-        stop = self._layer(stop_at_layer, "stop_at_layer")
+        start = self.points.block_number(start_at_layer, "start_at_layer")
+        stop = self.points.block_number(stop_at_layer, "stop_at_layer")
         if start and not self.can_start_at(start):
             raise InputError(
                 f"start_at_layer={start}: in this {type(self.module).__name__} the residual entering block {start} is "
@@ -139,7 +138,7 @@ class HookedModel(TransformerLensMethods):
             raise InputError(
                 f"return_type {return_type!r} is not known. Allowed: 'logits', 'loss', 'both', None"
             )
-        added = [e for e in self._added if e.here() and self.points.within(e.point, start, stop)]
+        added = [e for e in self.switchboard.staying if e.here() and self.points.within(e.point, start, stop)]
         before = [e.fired + e.attached for e in added]
         call = self.prepare(inputs, attention_mask, start, kw)
         out = self.run(call, start=start, stop=stop, resid=None if start is None else inputs)
@@ -223,16 +222,6 @@ class HookedModel(TransformerLensMethods):
         )
         return out if stop is not None else self.adapter.output(out)
 
-    def _layer(self, layer: int | None, what: str) -> int | None:
-        if layer is None:
-            return None
-        n = self.adapter.cfg.n_layers
-        if not isinstance(layer, int) or not -n <= layer <= n:
-            raise UnknownHookError(
-                f"{what}={layer!r}: this {type(self.module).__name__} has {n} blocks, allowed are {-n} to {n}"
-            )
-        return layer + n if layer < 0 else layer
-
     def _entries(
         self, specs: Iterable[HookSpec], dir: Direction, start: int | None = None, stop: int | None = None,
         **kw: Any,
@@ -241,7 +230,9 @@ class HookedModel(TransformerLensMethods):
         for spec in specs:
             if not isinstance(spec, (tuple, list)) or len(spec) != 2 or not callable(spec[1]):
                 raise InputError(f"a hook is a pair (name, function), got {spec!r}")
-            entries += [Entry(point, spec[1], dir, **kw) for point in self._wanted(spec[0], start, stop)]
+            entries += [
+                Entry(point, spec[1], dir, **kw) for point in self.points.reached(spec[0], start, stop)
+            ]
         return entries
 
     @contextlib.contextmanager
@@ -266,27 +257,10 @@ class HookedModel(TransformerLensMethods):
         entries = [*self._entries(fwd_hooks, "fwd"), *self._entries(bwd_hooks, "bwd")]
         with (
             self.switchboard.instrumented(self.adapter.required_paths()),
-            self._listening(entries, reset_hooks_end, clear_contexts),
+            self.switchboard.listening(entries, not reset_hooks_end, clear_contexts),
         ):
             yield self
             check_fired(entries)
-
-    @contextlib.contextmanager
-    def _listening(self, entries: list[Entry], reset: bool, clear: bool) -> Iterator[None]:
-        """Hooks for the length of a block; after one that ends well they stay where ``reset`` is False."""
-        self.switchboard.add(entries)
-        kept = False
-        try:
-            yield
-            if not reset:
-                kept = True
-                self._added += entries
-        finally:
-            if not kept:
-                self.switchboard.remove(entries)
-            if clear:
-                for entry in entries:
-                    entry.point.ctx.clear()
 
     def run_with_hooks(
         self, inputs: Any, fwd_hooks: Iterable[HookSpec] = (), bwd_hooks: Iterable[HookSpec] = (),
@@ -323,7 +297,7 @@ class HookedModel(TransformerLensMethods):
             fwd_hooks, bwd_hooks = without_batch(fwd_hooks), without_batch(bwd_hooks)
         part = (start_at_layer, stop_at_layer)
         entries = [*self._entries(fwd_hooks, "fwd", *part), *self._entries(bwd_hooks, "bwd", *part)]
-        with self._listening(entries, reset_hooks_end, clear_contexts):
+        with self.switchboard.listening(entries, not reset_hooks_end, clear_contexts):
             out = self(inputs, return_type, stop_at_layer, start_at_layer, **kw)
             check_fired(entries, backward=False)
         for entry in entries:
@@ -372,7 +346,7 @@ class HookedModel(TransformerLensMethods):
             HookNotFiredError: A point asked for was not reached.
             InputError: ``incl_bwd`` with an output that is not one number.
         """
-        points = self._wanted(names_filter, start_at_layer, stop_at_layer)
+        points = self.points.reached(names_filter, start_at_layer, stop_at_layer)
         cache, fwd, bwd = recorders(points, incl_bwd, device, dtype, pos_slice)
         entries = [*fwd, *bwd]
         with self.switchboard.listening(entries):
@@ -395,14 +369,6 @@ class HookedModel(TransformerLensMethods):
         if remove_batch_dim:
             result = result.remove_batch_dim()
         return out, (result if return_cache_object else result.cache_dict)  # type: ignore[return-value]
-
-    def _wanted(self, names: Names, start: int | None, stop: int | None) -> list[HookPoint]:
-        points, explicit = self.points.match(names)
-        if explicit or (start is None and stop is None):
-            return points
-        lo, hi = self._layer(start, "start_at_layer"), self._layer(stop, "stop_at_layer")
-        # Where a pattern fits only what this run leaves out, all of it stays, to be reported as silent.
-        return [p for p in points if self.points.within(p, lo, hi)] or points
 
     def can_skip(self) -> bool:
         """Whether ``start_at_layer`` and ``stop_at_layer`` reach every block and the readout."""
@@ -473,8 +439,6 @@ class HookedModel(TransformerLensMethods):
             InputError: No inputs for a model that doesn't take tokens.
             UnknownHookError: A name that fits no hook point.
         """
-        from probelens.hooks.verify import verify
-
         return verify(self, inputs, names, tolerance=tolerance, seed=seed, progress=progress)
 
     def edit_weights(
@@ -494,19 +458,6 @@ class HookedModel(TransformerLensMethods):
             ShapeError: A function that returns another shape.
             InputError: A weight that isn't in memory.
         """
-        from probelens.hooks.weights import edited_weights
-
         if not self.adapter.has_weights:
             raise InputError("edit_weights changes the weights here, and a remote model runs on others")
         return edited_weights(self, edits)
-
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[HookedModel]:
-        """Eval mode inside the block; every module's own training flag comes back after it."""
-        flags = {m: m.training for m in self.adapter.modules()}
-        try:
-            self.module.eval()
-            yield self
-        finally:
-            for module, training in flags.items():
-                module.training = training

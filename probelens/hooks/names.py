@@ -163,6 +163,49 @@ class Points(NameTable):
         ]
         return pd.DataFrame(rows, columns=columns)
 
+    def block_number(self, layer: int | None, what: str) -> int | None:
+        """The number of a block counted from 0, where a negative one counts from the end.
+
+        Args:
+            layer: Number of a block, or of blocks for what follows the last one; None for none.
+            what: Name of the argument, for an error message.
+
+        Returns:
+            From 0 to the number of blocks, or None.
+
+        Raises:
+            UnknownHookError: There is no such block.
+        """
+        if layer is None:
+            return None
+        n = self.n_layers
+        if not isinstance(layer, int) or not -n <= layer <= n:
+            kind = type(self.adapter.module).__name__
+            raise UnknownHookError(f"{what}={layer!r}: this {kind} has {n} blocks, allowed are {-n} to {n}")
+        return layer + n if layer < 0 else layer
+
+    def reached(self, names: Names, start_at_layer: int | None, stop_at_layer: int | None) -> list[HookPoint]:
+        """The points that ``names`` means in a run of some blocks.
+
+        Args:
+            names: As for `resolve`; globs and predicates mean the points that the run reaches.
+            start_at_layer: First block that runs; None for all.
+            stop_at_layer: Block before which the run ends; None for none.
+
+        Returns:
+            Points, each once.
+
+        Raises:
+            UnknownHookError: Nothing fits, or there is no such block.
+        """
+        points, explicit = self.match(names)
+        if explicit or (start_at_layer is None and stop_at_layer is None):
+            return points
+        start = self.block_number(start_at_layer, "start_at_layer")
+        stop = self.block_number(stop_at_layer, "stop_at_layer")
+        # Where a pattern fits only what this run leaves out, all of it stays, to be reported as silent.
+        return [p for p in points if self.within(p, start, stop)] or points
+
     def within(self, point: HookPoint, start: int | None, stop: int | None) -> bool:
         """Whether a run from block ``start`` to block ``stop`` reaches a point.
 

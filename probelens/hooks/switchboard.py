@@ -206,6 +206,8 @@ class Switchboard:
         self.root = root
         self._reach = reach
         self.entries: dict[str, list[Entry]] = {}
+        # Those of ``add_hook``, until ``reset_hooks``.
+        self.staying: list[Entry] = []
         self._handles: dict[str, list[Any]] = {}
         self._instruments: dict[str, tuple[int, contextlib.AbstractContextManager[None]]] = {}
         self._lock = threading.RLock()
@@ -308,20 +310,30 @@ class Switchboard:
                     self._uninstall(entry.point)
 
     @contextlib.contextmanager
-    def listening(self, entries: Sequence[Entry]) -> Iterator[None]:
+    def listening(self, entries: Sequence[Entry], stay: bool = False, clear: bool = False) -> Iterator[None]:
         """``add`` on entering, ``remove`` on every way out.
 
         Args:
             entries: Functions at points.
+            stay: Leave the hooks in place, among ``staying``, after a block that ends well.
+            clear: Empty the ``ctx`` of the points at the end.
 
         Yields:
             Nothing.
         """
         self.add(entries)
+        left = False
         try:
             yield
+            left = stay
         finally:
-            self.remove(entries)
+            if left:
+                self.staying += entries
+            else:
+                self.remove(entries)
+            if clear:
+                for entry in entries:
+                    entry.point.ctx.clear()
 
     @contextlib.contextmanager
     def instrumented(self, paths: Iterable[str]) -> Iterator[None]:
