@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
+from probelens.hooks.adapter import Adapter
 from probelens.hooks.config import Call
 from probelens.hooks.padding import positions_for_padding
 from probelens.hooks.protocol import Wrapped
@@ -48,7 +49,7 @@ def prepared(model: Wrapped, inputs: Any, mask: Any, start: int | None, extra: d
     if isinstance(inputs, str) or (
         isinstance(inputs, (list, tuple)) and len(inputs) > 0 and all(isinstance(t, str) for t in inputs)
     ):
-        tokens, made = tokens_of(model, inputs, bos)
+        tokens, made = tokens_of(adapter, inputs, bos)
         mask = made if mask is None else mask
         return adapter.call(tokens, mask, positions_for_padding(model, mask, extra))
     if isinstance(inputs, Mapping):
@@ -74,33 +75,33 @@ def prepared(model: Wrapped, inputs: Any, mask: Any, start: int | None, extra: d
     return adapter.call(inputs, mask, extra)
 
 
-def need_tokenizer(model: Wrapped) -> Any:
+def need_tokenizer(adapter: Adapter) -> Any:
     """The model's tokenizer.
 
     Args:
-        model: The wrapped model.
+        adapter: What the architecture says about itself.
 
     Returns:
-        ``model.tokenizer``.
+        ``adapter.tokenizer``.
 
     Raises:
         InputError: There is none.
     """
-    if model.tokenizer is None:
+    if adapter.tokenizer is None:
         raise InputError(
-            f"text given, but this {type(model.module).__name__} has no tokenizer. "
+            f"text given, but this {type(adapter.module).__name__} has no tokenizer. "
             "Give tokens (batch, pos), or pl.wrap(module, tokenizer=...)"
         )
-    return model.tokenizer
+    return adapter.tokenizer
 
 
 def tokens_of(
-    model: Wrapped, text: str | Sequence[str], prepend_bos: bool | None = None
+    adapter: Adapter, text: str | Sequence[str], prepend_bos: bool | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Token ids of text, padded to the longest.
 
     Args:
-        model: The wrapped model.
+        adapter: What the architecture says about itself.
         text: One string or several.
         prepend_bos: Put the beginning-of-sequence token in front; None for the tokenizer's habit.
 
@@ -110,8 +111,8 @@ def tokens_of(
     Raises:
         InputError: The model has no tokenizer, or the text gives no tokens.
     """
-    need_tokenizer(model)
-    return model.adapter.tokenize([text] if isinstance(text, str) else list(text), prepend_bos)
+    need_tokenizer(adapter)
+    return adapter.tokenize([text] if isinstance(text, str) else list(text), prepend_bos)
 
 
 def _check_tokens(model: Wrapped, tokens: Any) -> None:

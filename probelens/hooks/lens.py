@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from probelens.hooks.inputs import need_tokenizer, tokens_of
 from probelens.hooks.names import Points
 from probelens.hooks.points import Direction, HookFn, HookPoint
 from probelens.hooks.shorthand import Names
-from probelens.hooks.switchboard import Switchboard
+from probelens.hooks.switchboard import Entry, Switchboard
 
 __all__ = ["TransformerLensMethods"]
 
@@ -30,9 +30,11 @@ class TransformerLensMethods:
     points: Points
     switchboard: Switchboard
 
-    def __getattr__(self, name: str) -> Any:
-        # Not while the model is being made: without its adapter there is no cfg to ask.
-        raise elsewhere("HookedModel", name, self if "adapter" in self.__dict__ else None)
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            # Not while the model is being made: without its adapter there is no cfg to ask.
+            raise elsewhere("HookedModel", name, self if "adapter" in self.__dict__ else None)
 
     @property
     def hook_dict(self) -> dict[str, HookPoint]:
@@ -56,7 +58,10 @@ class TransformerLensMethods:
         """
         if dir not in ("fwd", "bwd"):
             raise InputError(f"dir={dir!r} is not known. Allowed: 'fwd', 'bwd'")
-        entries = self._entries([(name, hook)], dir, everywhere=True, permanent=is_permanent)
+        if not callable(hook):
+            raise InputError(f"a hook is a function fn(tensor, hook), got {hook!r}")
+        points = self.points.match(name)[0]
+        entries = [Entry(p, hook, dir, everywhere=True, permanent=is_permanent) for p in points]
         self.switchboard.add(entries)
         self.switchboard.staying += entries
 
@@ -163,7 +168,7 @@ class TransformerLensMethods:
             a list with one tensor (batch, ...) a step.
         """
         cache = {} if cache is None else cache
-        points = self._wanted(names_filter, None, None)
+        points = self.points.match(names_filter)[0]
         _, fwd, bwd = recorders(points, incl_bwd, device, None, pos_slice, cache, remove_batch_dim)
         return cache, [(e.point.name, e.fn) for e in fwd], [(e.point.name, e.fn) for e in bwd]
 
@@ -187,7 +192,7 @@ class TransformerLensMethods:
         Raises:
             InputError: The model has no tokenizer.
         """
-        return tokens_of(self, input, prepend_bos)[0]
+        return tokens_of(self.adapter, input, prepend_bos)[0]
 
     def to_string(self, tokens: Tensor) -> str | list[str]:
         """Text of token ids: one string for (pos,), a list for (batch, pos).
@@ -199,7 +204,7 @@ class TransformerLensMethods:
             One string, or one a row.
         """
         tokens = torch.as_tensor(tokens)
-        decode = need_tokenizer(self).decode
+        decode = need_tokenizer(self.adapter).decode
         if tokens.ndim <= 1:
             return str(decode(tokens.reshape(-1).tolist()))
         return [str(decode(row.tolist())) for row in tokens]

@@ -211,7 +211,7 @@ def _two_inputs(model: Wrapped, inputs: Any, seed: int) -> tuple[Any, Any]:
         and model.tokenizer is not None
         and all(isinstance(t, str) for t in inputs)
     ):
-        inputs = tokens_of(model, inputs)[0]
+        inputs = tokens_of(model.adapter, inputs)[0]
     if not isinstance(inputs, Tensor):
         try:
             inputs = torch.as_tensor(inputs)

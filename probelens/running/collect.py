@@ -248,7 +248,7 @@ def _inputs(
     if isinstance(batch, str) or (
         isinstance(batch, (list, tuple)) and batch and all(isinstance(t, str) for t in batch)
     ):
-        tokens, made = tokens_of(model, batch)
+        tokens, made = tokens_of(model.adapter, batch)
         attention = made if attention is None else attention
     elif isinstance(batch, Tensor):
         tokens = batch
