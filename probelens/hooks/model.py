@@ -223,16 +223,13 @@ class HookedModel(TransformerLensMethods):
         return out if stop is not None else self.adapter.output(out)
 
     def _entries(
-        self, specs: Iterable[HookSpec], dir: Direction, start: int | None = None, stop: int | None = None,
-        **kw: Any,
-    ) -> list[Entry]:  # fmt: skip
+        self, specs: Iterable[HookSpec], dir: Direction, start: int | None = None, stop: int | None = None
+    ) -> list[Entry]:
         entries: list[Entry] = []
         for spec in specs:
             if not isinstance(spec, (tuple, list)) or len(spec) != 2 or not callable(spec[1]):
                 raise InputError(f"a hook is a pair (name, function), got {spec!r}")
-            entries += [
-                Entry(point, spec[1], dir, **kw) for point in self.points.reached(spec[0], start, stop)
-            ]
+            entries += [Entry(point, spec[1], dir) for point in self.points.reached(spec[0], start, stop)]
         return entries
 
     @contextlib.contextmanager
