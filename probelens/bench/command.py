@@ -201,7 +201,7 @@ def _say(lines: list[str]) -> None:
 
 @contextlib.contextmanager
 def _single_thread() -> Iterator[None]:
-    """One thread unless told otherwise, before torch and BLAS look: contenders then differ by work, not by threads."""
+    """Use one thread unless the environment says otherwise, before torch and BLAS read it: times then differ by work alone."""
     added = [name for name in THREADS if name not in os.environ]
     os.environ.update(dict.fromkeys(added, "1"))
     try:

@@ -30,8 +30,8 @@ def lines(row: dict[str, Any]) -> list[str]:
     """A row for the terminal: a line for each peer."""
     clock = _clock(row)
     ours = row["times"][OURS][clock]
-    told = "" if not row["differences"] else "results equal" if row["equal"] else "RESULTS DIFFER"
-    out = [f"{row['case']:<12} {row['size']:<7} {OURS} {_seconds(ours):>8}  {told}".rstrip()]
+    outcome = "" if not row["differences"] else "results equal" if row["equal"] else "RESULTS DIFFER"
+    out = [f"{row['case']:<12} {row['size']:<7} {OURS} {_seconds(ours):>8}  {outcome}".rstrip()]
     for name, ratio in row["ratios"].items():
         out.append(f"{'':<21}{name} {_seconds(row['times'][name][clock])}, {_ratio(ratio)}")
     if not row["equal"]:
@@ -119,7 +119,7 @@ def _number(value: float | str) -> str:
 
 
 def _notes(rows: list[dict[str, Any]]) -> list[str]:
-    out = ["Of each row: what it ran, how far the results are apart, and other numbers.", ""]
+    out = ["For each row: what it ran, the differences of the results, and other numbers.", ""]
     for row in rows:
         parts = [f"{row['repeats']} runs each"] + ([row["note"]] if row["note"] else [])
         for key, value in row["differences"].items():

@@ -66,7 +66,7 @@ def at_least(config: Any, **minima: int) -> None:
         value = getattr(config, name)
         for one in value if isinstance(value, (tuple, list)) else (value,):
             if one is not None and one < least:
-                raise InputError(f"{name}={value!r}: allowed is {least} or more")
+                raise InputError(f"{name}={value!r}: must be at least {least}")
 
 
 def restore(config: type[Any], saved: Mapping[str, Any]) -> Any:

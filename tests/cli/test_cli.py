@@ -630,5 +630,5 @@ def test_a_setting_that_no_run_could_use_is_refused_before_the_folder_is_taken(
     recipe: str, setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", recipe, "--preset", "smoke", "--set", setting, "--out", str(tmp_path / "run")]) == 2
-    assert re.search(r"allowed is \d+ or more", capsys.readouterr().err)
+    assert re.search(r"must be at least \d+", capsys.readouterr().err)
     assert not (tmp_path / "run").exists()

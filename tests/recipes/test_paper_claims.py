@@ -233,7 +233,8 @@ def test_erasure_counts_layers_at_chance() -> None:
     )
     assert "INLP: a fresh linear probe is at chance at 0 of 3 inner layers (at the others up to 0.10 above)" in str(claim.ours)  # fmt: skip
     assert (
-        "LEACE: of 3 inner layers erased so, a probe at each position still reads 3, an MLP 0" in claim.note
+        "LEACE: of 3 inner layers erased this way, a probe at each position still reads 3, an MLP 0"
+        in claim.note
     )
     assert claim.agrees is False
     assert found(inlp, "D.").agrees is True, "reached nowhere, as in the paper"

@@ -159,9 +159,9 @@ def _pooled(found: pd.DataFrame) -> pd.DataFrame:
 
 def _expected(found: pd.DataFrame, word: str, archs: Sequence[str]) -> bool | None:
     """Whether every trained model has a profile of this kind, each of the families among them."""
-    heard = found[found["verdict"] != "not learned"]
-    absent = [None for arch in archs if arch not in set(heard["arch"])]
-    return every([*(fits(row, word) for row in each(heard)), *absent])
+    learned = found[found["verdict"] != "not learned"]
+    absent = [None for arch in archs if arch not in set(learned["arch"])]
+    return every([*(fits(row, word) for row in each(learned)), *absent])
 
 
 def _late(rows: pd.DataFrame) -> list[Claim]:

@@ -86,11 +86,11 @@ def _direction(rows: pd.DataFrame) -> list[Claim]:
     ]
     longer = longer[(longer["layer"] >= 0) & (longer["layer"] < LAST)]
     worst = longer[~longer["floor"].astype(bool)]
-    heard = set(zip(worst["model"], worst["cell"], strict=True))
+    counted = set(zip(worst["model"], worst["cell"], strict=True))
     lost = [
         f"{m} {c}"
         for m, c in dict.fromkeys(zip(longer["model"], longer["cell"], strict=True))
-        if (m, c) not in heard
+        if (m, c) not in counted
     ]
     note = f"Left out, within 0.2 of chance there: {', '.join(lost)}." if lost else ""
     if worst.empty:
@@ -228,11 +228,11 @@ def _chance(rows: pd.DataFrame) -> list[Claim]:
                 )
         said.append(f"{name}: a fresh linear probe is at chance at {' and '.join(words)}")
         reached += int(done.sum())
-        gone = part[done & inner & readable(part)]
-        by_position = (gone["refit_position_accuracy"] > gone["baseline"] + READABLE).sum()
-        mlp = (gone["refit_mlp_accuracy"] > gone["baseline"] + READABLE).sum()
+        erased = part[done & inner & readable(part)]
+        by_position = (erased["refit_position_accuracy"] > erased["baseline"] + READABLE).sum()
+        mlp = (erased["refit_mlp_accuracy"] > erased["baseline"] + READABLE).sum()
         notes.append(
-            f"{name}: of {len(gone)} inner layers erased so, a probe at each position still reads {by_position}, an MLP {mlp}"
+            f"{name}: of {len(erased)} inner layers erased this way, a probe at each position still reads {by_position}, an MLP {mlp}"
         )
     if not said:
         raise Missing(claim, paper)

@@ -92,9 +92,9 @@ def claims(rows: pd.DataFrame) -> list[Claim]:
     Returns:
         A row for each claim, also where no cell has learned its task.
     """
-    heard = learned_only(rows, CELL, LEARNED)
-    at = layers(heard) if "ablation" in set(heard["kind"]) else pd.DataFrame()
-    return [*_dyck(at), *_inert(heard), *_patching(heard), *_refit(heard), *_inlp(heard), *_apart(at)]
+    learned = learned_only(rows, CELL, LEARNED)
+    at = layers(learned) if "ablation" in set(learned["kind"]) else pd.DataFrame()
+    return [*_dyck(at), *_inert(learned), *_patching(learned), *_refit(learned), *_inlp(learned), *_apart(at)]
 
 
 def _range(low: float, high: float) -> str:
@@ -288,9 +288,11 @@ def write(rows: pd.DataFrame, config: Any, record: RunRecord) -> Path:
     write_claims(found, folder)
     own = answered(rows)[["model", "task", "train_seed", "length", "accuracy", "balanced_accuracy"]]
     tables = [Table("Accuracy of the fine-tuned models' answers", own, name="behaviour", open=True)]
-    heard = learned_only(rows, CELL, LEARNED)
-    if "ablation" in set(heard["kind"]):
-        tables.append(Table("Most readable and most damaging layer", layers(heard), name="layers", open=True))
+    learned = learned_only(rows, CELL, LEARNED)
+    if "ablation" in set(learned["kind"]):
+        tables.append(
+            Table("Most readable and most damaging layer", layers(learned), name="layers", open=True)
+        )
     sites = named(rows, "site")
     if len(sites):
         kept = ["model", "cell", "pairs", "site", "read", "expected", "recovery", "lo", "hi", "n", "holds", "why", "problem", "description"]  # fmt: skip

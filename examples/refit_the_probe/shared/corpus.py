@@ -1,7 +1,7 @@
 """Functions of a corpus of Python, and which modules of it no model is pretrained on.
 
-Modules of the standard library are told apart by a hash of their name: on `held_out` ones no model of this
-folder is pretrained, so that Code-Depth can be probed on code that none of them has seen.
+A hash of its name decides whether a module is held out: no model of these recipes is pretrained on such modules, so that
+Code-Depth can be probed on code that none of them has seen.
 """
 
 from __future__ import annotations

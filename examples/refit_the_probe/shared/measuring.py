@@ -26,7 +26,7 @@ from probelens.subspaces.fitted import probe_rows
 __all__ = ["BATCH", "SPANS", "Cell", "measure"]
 
 R = TypeVar("R", bound=Result)
-LATE = 16  # short prefixes recur in every split, so positions from here on are also reported apart
+LATE = 16  # short prefixes recur in every split, so later positions are also reported separately
 SPANS = ("all", "late")
 BATCH = 100
 

@@ -1,4 +1,4 @@
-"""Models of the recipes: device, precision, an untrained twin, and what tells two models of one name apart."""
+"""Models of the recipes: device, precision, an untrained model of the same architecture, the identity of weights."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def untrained(model: pl.HookedModel, seed: int) -> pl.HookedModel:
 
 
 def identity(name: str) -> str:
-    """What tells two models of one name apart: a hash of a folder's config and weights, "" for a hub id."""
+    """Identity of a model beyond its name: a hash of a folder's config and weights, "" for a hub id."""
     folder = Path(name)
     if not folder.is_dir():
         return ""

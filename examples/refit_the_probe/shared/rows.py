@@ -41,12 +41,12 @@ def learned_only(rows: pd.DataFrame, by: Sequence[str], least: float = LEARNED) 
     lost = answers[answers["accuracy"] < least][list(by)].assign(lost=True)
     if lost.empty:
         return rows
-    gone = rows[list(by)].merge(lost, on=list(by), how="left")["lost"].notna().to_numpy()
-    return rows[~(gone & rows["kind"].isin(MEASURED).to_numpy())]
+    unlearned = rows[list(by)].merge(lost, on=list(by), how="left")["lost"].notna().to_numpy()
+    return rows[~(unlearned & rows["kind"].isin(MEASURED).to_numpy())]
 
 
 def _late(answers: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
-    """Of each model the answers that it is judged by: at the shortest length, late positions where they are known apart."""
+    """The answers that each model is judged by: at the shortest length, at late positions where they are reported."""
     judged = answers[answers["span"].isin(["late", "all"])]
     order = judged.assign(_late=judged["span"] == "late").sort_values(
         ["length", "_late"], ascending=[True, False], kind="stable"
@@ -107,6 +107,6 @@ def best(table: pd.DataFrame, column: str) -> Any:
 def slim(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows without columns that are empty, or that only repeat the run: small enough to publish."""
     kept = rows.dropna(axis=1, how="all").drop(columns=["cell"], errors="ignore")
-    # A scale is told apart by its value, so it stays as it was written.
+    # A scale is identified by its value, so it is not rounded.
     numbers = kept.select_dtypes("float64").columns.drop("embedding_std", errors="ignore")
     return kept.astype(dict.fromkeys(numbers, "float32"))
