@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections import Counter
 from types import ModuleType
@@ -71,3 +72,18 @@ def test_the_page_of_columns_has_a_table_for_each_class_of_results_that_declares
         assert f"## [{cls.__name__}]" in text
         assert all(f"| `{column.name}` |" in text for column in cls.columns)
     assert "## [Activations]" not in text, "it is no table"
+
+
+def test_the_changelog_says_where_modules_are_now() -> None:
+    text = (api_pages.DOCS.parent / "CHANGELOG.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| (.+) \| (.+) \|$", text.partition("### Modules moved")[2].partition("###")[0], re.M
+    )
+    assert len(rows) > 20
+    for _, now in rows[2:]:
+        for path in re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)+)`", now):
+            if not path.startswith("model."):
+                module, _, name = f"probelens.{path}".rpartition(".")
+                assert api_pages.is_module(f"probelens.{path}") or hasattr(
+                    importlib.import_module(module), name
+                ), path

@@ -24,6 +24,7 @@ import probelens as pl
 
 # Blocks that are neither Python nor commands, and the test here that reads each.
 READ = {
+    ("CONTRIBUTING.md", "text"): "test_the_picture_of_the_rooms_shows_their_order",
     ("docs/concepts.md", "text"): "test_the_formula_of_recovery_is_that_of_the_metric",
     ("docs/faq.md", "bibtex"): "test_the_citation_is_that_of_the_citation_file",
     ("docs/write-an-adapter.md", "toml"): "test_the_entry_point_of_the_page_has_the_form_of_ours",
@@ -57,6 +58,14 @@ def test_every_block_is_run_or_checked() -> None:
     found = [block for page in inventory.pages() for block in inventory.blocks(page)]
     assert {f"{b.where}: {why}" for b in found if (why := block_problem(b))} == set()
     assert [name for name in READ.values() if name not in globals()] == []
+
+
+def test_the_picture_of_the_rooms_shows_their_order() -> None:
+    from test_rooms import ORDER
+
+    (picture,) = [b.text for b in inventory.blocks("CONTRIBUTING.md") if b.kind == "text"]
+    rows = [[word for word in line[18:].split() if word in ORDER] for line in picture.splitlines()]
+    assert [room for row in reversed(rows) for room in row] == list(ORDER)
 
 
 def test_what_is_run_of_a_page_is_something() -> None:
