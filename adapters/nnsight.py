@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -211,8 +212,7 @@ def _by_value() -> Iterator[None]:
     # probelens need not be installed over there: what a hook uses of it travels with the request.
     import cloudpickle
 
-    import probelens
-
+    probelens = sys.modules["probelens"]
     if probelens.__name__ in cloudpickle.list_registry_pickle_by_value():
         yield
         return
