@@ -62,9 +62,9 @@ def write(
     )
     sections = [
         _behaviour(found, config),
-        _readable(found, config),
+        _readable(found),
         *(_needed(cell, config) for cell in found),
-        _sufficient(found, config),
+        _sufficient(found),
     ]
     return write_report(
         store.folder / "report.html",
@@ -159,7 +159,7 @@ def _behaviour(cells: Sequence[Cell], config: Any) -> Section:
     return Section("Behaviour", text, charts, explain=("training",))
 
 
-def _readable(cells: Sequence[Cell], config: Any) -> Section:
+def _readable(cells: Sequence[Cell]) -> Section:
     probes = pd.concat([_with(c.profile.probes.to_dataframe(), c.name) for c in cells])
     task = probes[probes["control"] == "task"]
     charts = [
@@ -232,7 +232,7 @@ def _needed(cell: Cell, config: Any) -> Section:
     )
 
 
-def _sufficient(cells: Sequence[Cell], config: Any) -> Section:
+def _sufficient(cells: Sequence[Cell]) -> Section:
     charts, missing = [], []
     for cell in cells:
         for name, result in cell.profile.patches.items():
