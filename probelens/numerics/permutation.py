@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from probelens.errors import InputError
@@ -114,7 +114,7 @@ def sign_flip(
     observed = table.mean(axis=0)
     tie = 1e-12 * np.abs(table).mean(axis=0)  # rounding must not break a tie with the observed pattern
 
-    def as_large(means: Array) -> Array:
+    def as_large(means: Array) -> NDArray[np.bool_]:
         return _side(means, alternative) >= _side(observed, alternative) - tie
 
     p, tried, exact = _share(table, as_large, n_permutations, seed)
@@ -174,7 +174,7 @@ def max_t(
     order = np.argsort(-observed)
     bar = observed[order] * (1 - 1e-9 * np.sign(observed[order]))
 
-    def as_large(means: Array) -> Array:
+    def as_large(means: Array) -> NDArray[np.bool_]:
         scores = t(means)[:, order]
         return np.maximum.accumulate(scores[:, ::-1], axis=1)[:, ::-1] >= bar
 
@@ -224,7 +224,7 @@ def _differences(differences: ArrayLike | Tensor) -> tuple[Array, tuple[int, ...
 
 
 def _share(
-    table: Array, as_large: Callable[[Array], Array], n_permutations: int, seed: int
+    table: Array, as_large: Callable[[Array], NDArray[np.bool_]], n_permutations: int, seed: int
 ) -> tuple[Array, int, bool]:
     """The share of sign patterns that are ``as_large`` as the observed one, their number, and whether they are all.
 

@@ -7,12 +7,15 @@ are about 256 of them.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
 from probelens.numerics.tensors import tensor_of
+from probelens.tasks.baselines import windows
 
 __all__ = ["contexts", "control_labels", "selectivity"]
 
@@ -52,19 +55,15 @@ def contexts(
     keep = np.ones(x.shape, bool) if mask is None else mask.bool().cpu().numpy()
     if keep.shape != x.shape:
         raise ShapeError(f"the mask has shape {keep.shape}; it must be {x.shape}, as the tokens")
-    width = int(x.max(initial=0)) + 2
     ids, kinds, back = np.zeros(x.shape, np.int64), 0, 0
-    while back < (x.shape[1] if w is None else min(w, x.shape[1])):
-        shifted = np.full(x.shape, width - 1)  # before the first token
-        shifted[:, back:] = x[:, : x.shape[1] - back]
-        windows, flat = np.unique(ids * width + shifted, return_inverse=True)
-        ids = flat.reshape(x.shape)
+    most = x.shape[1] if w is None else min(w, x.shape[1])
+    for (ids,) in itertools.islice(windows(x), most):
         back += 1
-        now = len(np.unique(ids[keep]))
+        now, seen = len(np.unique(ids[keep])), int(ids.max(initial=-1)) + 1
         # Where a longer window distinguishes nothing new, neither does any longer one.
-        if w is None and (now >= n_contexts or now == keep.sum() or len(windows) == kinds):
+        if w is None and (now >= n_contexts or now == keep.sum() or seen == kinds):
             break
-        kinds = len(windows)
+        kinds = seen
     if ids.max(initial=0) >= n_contexts:
         ids = _hash(ids) % n_contexts
     return torch.as_tensor(ids, device=tokens.device), back

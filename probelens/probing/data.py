@@ -145,6 +145,8 @@ def _tokens(
             f"tokens have shape {tuple(tokens.shape)}, the activations {shape}: give (n, pos), or for activations (n, d) the "
             "whole sequences"
         )
+    if tokens.is_floating_point():
+        raise InputError(f"tokens must be integers, got {tokens.dtype}")
     if flat:
         # The position of such a row in its sequence isn't known, so tokens only keep copies together.
         return None, None

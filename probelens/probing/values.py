@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from probelens.probing.controls import contexts
 from probelens.probing.data import Data
 from probelens.probing.directions import Directions
 from probelens.probing.solvers.factor import Factorised
 from probelens.probing.solvers.ridge import ridge_path
 from probelens.probing.splits import Split
+from probelens.tasks.baselines import windows
 
 __all__ = ["DEFAULT_ALPHAS", "ValueFit", "fit_values", "value_guesses"]
 
@@ -98,8 +99,8 @@ def value_guesses(data: Data, values: Tensor, split: Split, w: int) -> dict[str,
     spread = (truth - truth.mean()).square().sum()
     keys = {"position": [torch.arange(mask.shape[1]).expand(mask.shape)]}
     if data.tokens is not None:
-        windows = [contexts(data.tokens, n_contexts=1 << 40, w=back)[0] for back in range(1, w + 1)]
-        keys["last_w"] = [ids if at is None else ids[:, at] for ids in windows]
+        found = [torch.from_numpy(ids) for (ids,) in itertools.islice(windows(data.tokens.numpy()), w)]
+        keys["last_w"] = found if at is None else [ids[:, at] for ids in found]
     out = {}
     for name, shorter_first in keys.items():
         guess = y.mean().expand(len(truth))

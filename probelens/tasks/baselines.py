@@ -6,6 +6,9 @@ uses them too.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 import numpy as np
 from torch import Tensor
 
@@ -13,7 +16,7 @@ from probelens.errors import InputError
 from probelens.numerics.tensors import whole_number
 from probelens.tasks.data import Batch
 
-__all__ = ["baseline_predictions", "baselines"]
+__all__ = ["baseline_predictions", "baselines", "windows"]
 
 
 def baseline_predictions(
@@ -55,17 +58,11 @@ def baseline_predictions(
     shared = min(x.shape[1], x_test.shape[1])
     position[:shared] = np.where(by_position[:shared] >= 0, by_position[:shared], majority)
 
-    # Contexts of 1, 2, … w tokens, numbered jointly so that equal windows share an id. The longest one that
-    # was seen in training decides.
+    # The longest window that was seen in training decides.
     last_w = np.full(x_test.shape, majority)
-    context, context_test = np.zeros(x.shape, dtype=np.int64), np.zeros(x_test.shape, dtype=np.int64)
-    width = int(max(x.max(initial=0), x_test.max(initial=0))) + 2
-    for back in range(w):
-        key, key_test = context * width + _shift(x, back), context_test * width + _shift(x_test, back)
-        keys = np.concatenate([key.ravel(), key_test.ravel()])
-        unique, ids = np.unique(keys, return_inverse=True)
-        context, context_test = ids[: x.size].reshape(x.shape), ids[x.size :].reshape(x_test.shape)
-        guess = _mode(context[keep], y_kept, len(unique), n_classes)[context_test]
+    for context, context_test in itertools.islice(windows(x, x_test), w):
+        n_contexts = 1 + max(int(ids.max(initial=0)) for ids in (context, context_test))
+        guess = _mode(context[keep], y_kept, n_contexts, n_classes)[context_test]
         last_w = np.where(guess >= 0, guess, last_w)
 
     return {
@@ -142,8 +139,23 @@ def _mode(context: np.ndarray, labels: np.ndarray, n_contexts: int, n_classes: i
     return best
 
 
-def _shift(tokens: np.ndarray, back: int) -> np.ndarray:
-    """The token ``back`` positions earlier, plus one; 0 before the start. (batch, pos)"""
-    out = np.zeros(tokens.shape, dtype=np.int64)
-    out[:, back:] = tokens[:, : tokens.shape[1] - back] + 1
-    return out
+def windows(*tokens: np.ndarray) -> Iterator[list[np.ndarray]]:
+    """Number the windows of the last 1, 2, … tokens at each position; equal windows have one number.
+
+    Args:
+        *tokens: Token ids. each (batch, pos)
+
+    Yields:
+        Numbers from 0 for each of ``tokens``, of one more token each time. each (batch, pos)
+    """
+    start = 1 + max(int(x.max(initial=0)) for x in tokens)  # stands for what comes before the first token
+    ids = [np.zeros(x.shape, np.int64) for x in tokens]
+    for back in itertools.count():
+        keys = [i * (start + 1) for i in ids]
+        for key, x in zip(keys, tokens, strict=True):
+            key[:, :back] += start
+            key[:, back:] += x[:, : max(x.shape[1] - back, 0)]
+        flat = np.unique(np.concatenate([key.ravel() for key in keys]), return_inverse=True)[1]
+        ends = np.cumsum([x.size for x in tokens])[:-1]
+        ids = [part.reshape(x.shape) for part, x in zip(np.split(flat, ends), tokens, strict=True)]
+        yield ids
