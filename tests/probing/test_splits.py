@@ -65,5 +65,5 @@ def test_fractions_must_be_three_positive_shares(fractions: tuple[float, ...]) -
 
 
 def test_tokens_and_groups_must_agree() -> None:
-    with pytest.raises(ShapeError, match="as many"):
+    with pytest.raises(ShapeError, match="one per sequence"):
         copies_together(torch.zeros(3, 2), torch.arange(2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 
 import numpy as np
 import pytest
@@ -383,9 +384,8 @@ def test_inlp_stops_at_once_where_nothing_is_readable():
 
 
 def test_a_penalty_that_no_longer_suits_does_not_pass_for_an_erasure(monkeypatch):
-    from probelens.probing.solvers import logistic as solver
-
-    real = solver.fit_path
+    module = importlib.import_module("probelens.subspaces.inlp")
+    real = module.fit_path
 
     def spoiled(shared, y, Cs, **options):
         """C = 0.1, which is chosen first, finds nothing once a direction is gone."""
@@ -397,7 +397,7 @@ def test_a_penalty_that_no_longer_suits_does_not_pass_for_an_erasure(monkeypatch
 
     x, y, groups = planted()
     honest = sub.inlp(x, y, groups, Cs=(0.1, 1.0))
-    monkeypatch.setattr(solver, "fit_path", spoiled)
+    monkeypatch.setattr(module, "fit_path", spoiled)
     fooled = sub.inlp(x, y, groups, Cs=0.1)
     assert fooled.at_chance
     assert refit(fooled.project_out(x), y, groups) > 0.9
