@@ -151,14 +151,15 @@ class PatchSitesResult(Rows):
             for row in forced
             if not row["holds"]
         ]
+        holds = listed(row["site"] for row in forced)
         free = [row for row in self.rows if row["holds"] is None and row["recovery"] is not None]
         free.sort(key=lambda row: -row["recovery"])
         absent = [row["site"] for row in self.rows if row["recovery"] is None]
         what = "recovers" if self.mode == "denoise" else "removes"
         lines = [
             f"{self.metric} on {count(self.values.shape[-1], 'pair')}, patched at m and read at m or T ({self.mode}).",
-            f"What the architecture forces {'holds' if not wrong else 'fails'} at "
-            f"{listed(row['site'] for row in forced) if not wrong else listed(wrong)}." if forced else "",
+            f"What the architecture forces {f'does not come out: {listed(wrong)}' if wrong else f'holds at {holds}'}."
+            if forced else "",
             *(
                 f"{row['site']} {what} {fixed(row['recovery'])}{between(row['lo'], row['hi'], fixed)}: {row['description']}"
                 for row in free

@@ -157,7 +157,7 @@ def test_resamples_and_means_may_come_from_other_sequences() -> None:
     drawn = pl.ablate_component(model, batch, site, "resample", source=other, draws=6)
     assert drawn.rows[0]["draws"] == 6
     assert drawn.rows[0]["draw_sd"] > 0
-    with pytest.raises(pl.InputError, match="as long"):
+    with pytest.raises(pl.InputError, match="the same length"):
         pl.ablate_component(model, batch, site, "mean", source=pl.Batch(zoo.tokens(4, 5)))
 
 
@@ -308,7 +308,7 @@ def test_means_need_an_example_that_is_real_where_the_batch_is() -> None:
     source = pl.Batch(zoo.tokens(N, LENGTH, 5), batch.labels, short)
     site = "blocks.1.hook_resid_post"
     for how in ("mean", "resample"):
-        with pytest.raises(pl.ProbelensError, match="as long"):
+        with pytest.raises(pl.ProbelensError, match="longer examples"):
             pl.ablate_component(model, batch, site, how, source=source)  # type: ignore[arg-type]
     with pytest.raises(pl.ProbelensError, match="at position 5 and 1 more"):
         pl.ablate_component(model, batch, site, "mean", source=source)

@@ -279,7 +279,7 @@ def test_m_where_the_pair_still_differs_or_is_already_read_is_refused() -> None:
         patch_sites(model, pairs, 2)
     with pytest.raises(InputError, match=r"m must be from 0 to 9"):
         patch_sites(model, pairs, LENGTH - 1)
-    with pytest.raises(ShapeError, match=r"\(8,\) one a pair"):
+    with pytest.raises(ShapeError, match=r"\(8,\) with one for each pair"):
         patch_sites(model, pairs, torch.tensor([4, 4]))
     late = pairs.corrupted.clone()
     late[:, 6] = (late[:, 6] + 1) % zoo.VOCAB

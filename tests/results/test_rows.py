@@ -214,6 +214,96 @@ def test_a_probe_says_where_it_reads_and_how_far_above_its_baselines() -> None:
     ]
 
 
+def costs(**more: Any) -> dict[str, Any]:
+    """A row of an ablation of accuracy, from 90 % where chance is 50 %."""
+    row = {"layer": 1, "condition": "target", "chance": 0.5, "clean": 0.9, "alpha": 1.0, **more}
+    return {"lo": row["drop"] - 0.02, "hi": row["drop"] + 0.02, **row}
+
+
+def test_a_dose_response_says_what_all_of_a_subspace_costs_and_how_little_of_it_is_enough() -> None:
+    rows = [
+        costs(site="a", rank=rank, full_rank=4, drop=drop, condition=kind)
+        for rank, some in {1: (0.1, 0.0), 2: (0.38, 0.0), 4: (0.4, 0.2)}.items()
+        for kind, drop in zip(("target", "random_matched"), some, strict=True)
+    ]
+    assert pl.DoseResult(rows, torch.zeros(3), "state").findings()[1:] == [
+        "layer 1 (a): rank 4 of 4 costs 40 points [38, 42], and rank 2 at least 90 % of that. There random subspaces cost 20 "
+        "points at equal variance."
+    ]
+
+
+def test_length_transfer_says_the_damage_up_to_the_trained_length_and_beyond() -> None:
+    rows = [
+        costs(
+            site="a",
+            length=n,
+            span=span,
+            drop=0.2,
+            damage=0.5,
+            effect=0.25,
+            floor=n == 80 and span == "beyond",
+        )
+        for n in (40, 80)
+        for span in ("all", "seen", *(["beyond"] if n == 80 else []))
+    ]
+    assert pl.LengthTransfer(rows, "state", "state", 40).findings()[1:] == [
+        "  length 40: 0.50 (0.25 more than random subspaces) up to position 40",
+        "  length 80: 0.50 (0.25 more than random subspaces) up to position 40, no room to drop beyond",
+    ]
+
+
+def test_components_are_named_by_what_they_cost_and_counted_where_that_is_more_than_nothing() -> None:
+    rows = [
+        costs(site=site, head=None, how="resample", drop=drop) for site, drop in (("a", 0.01), ("b", 0.3))
+    ]
+    assert pl.ComponentResult(rows, torch.zeros(2, 3), torch.zeros(3)).findings()[1:] == [
+        "resample: 1 of 2 cost more than nothing. Most: b 30 points [28, 32] and a 1 point [-1, 3]."
+    ]
+
+
+def test_an_erasure_says_first_whether_a_fresh_probe_is_at_chance() -> None:
+    rows = [
+        {"site": site, "layer": 1, "rank": 1, "n_fit": 2000, "refit_accuracy": 0.5 + over, "baseline": 0.5, "at_chance": over == 0,
+         "reached": f"{over:.3f} above baseline"}
+        for site, over in (("a", 0.0), ("b", 0.1))
+    ]  # fmt: skip
+    found = pl.ErasureResult(rows, {}, ablation(), "leace", "state").findings()
+    assert found[:2] == [
+        "'state' erased by LEACE, rank 1, fitted on 2,000 sequences.",
+        "A fresh linear probe is at chance at 1 of 2 sites; furthest above it at layer 1 (b): 0.100 above baseline.",
+    ]
+    assert found[2:] == ablation().findings()
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_sites_of_the_final_layer_say_what_is_forced_and_the_recovery_of_the_rest(holds: bool) -> None:
+    row = {"description": "text", "expected": None, "lo": None, "hi": None, "holds": None}
+    rows = [
+        {**row, "site": "A", "recovery": 1.0 if holds else 0.9, "expected": 1.0, "holds": holds},
+        {**row, "site": "D", "recovery": 0.25, "lo": 0.2, "hi": 0.3},
+        {**row, "site": "H", "recovery": None},
+    ]
+    some = torch.zeros(3, 5)
+    found = pl.PatchSitesResult(rows, some, some, some, some, some, some, some).findings()
+    assert found[1:] == [
+        "What the architecture forces "
+        + ("holds at A." if holds else "does not come out: A is 0.900, not 1."),
+        "D recovers 0.25 [0.20, 0.30]: text",
+        "Not measured: H; the column why has the reasons.",
+    ]
+
+
+def test_an_evaluation_says_the_accuracy_up_to_the_trained_length_and_beyond() -> None:
+    rows = [
+        {"label": "state", "length": 80, "span": span, "accuracy": value, "lo": value - 0.1, "hi": value, "n_sequences": 8}
+        for span, value in (("all", 0.75), ("trained", 1.0), ("beyond", 0.5))
+    ]  # fmt: skip
+    assert repr(EvalResult("parity", 40, rows)).splitlines() == [
+        "EvalResult: accuracy on parity, 8 sequences of each length, trained at 40:",
+        "  state, length 80: 100.0 % [90, 100] up to the trained length, 50.0 % [40, 50] beyond it",
+    ]
+
+
 def patched(correct: bool = True) -> pl.PatchResult:
     values = torch.tensor([[[-1.0, -1.0], [0.0, 0.0], [1.0, 1.0]]])
     return pl.PatchResult(
