@@ -1,7 +1,7 @@
-"""What an architecture must say about itself so that everything else works on it.
+"""Adapter: what an architecture says about itself so that every other part works on it.
 
-A subclass names the blocks and the modules around them; the base class turns that into hook
-points, calls the model, and knows how to start at or stop before a block.
+A subclass names the blocks and the modules around them. The base class makes hook points of these, calls the model, and
+starts at or stops before a block.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Adapter:
 
     @classmethod
     def adapt(cls, module: Any, **options: Any) -> Adapter:
-        """The adapter for a module that this class matches; ``probelens.wrap`` puts a HookedModel over it.
+        """The adapter for a module that this class matches. ``probelens.wrap`` makes a HookedModel with it.
 
         Args:
             module: The user's module.
@@ -191,7 +191,7 @@ class Adapter:
             tap: Who listens and edits inside it.
 
         Returns:
-            A context; on leaving it the module's own forward is back.
+            A context, after which the module's own forward is restored.
 
         Raises:
             InputError: The adapter has no instrumented forward for this module.
@@ -303,7 +303,7 @@ class Adapter:
         return Call((tokens,), extra, tokens if not tokens.is_floating_point() else None, mask)
 
     def apply_lazy_rescaling(self) -> None:
-        """Do to the weights what the first run does, where one does anything; called in eval mode."""
+        """Rescale the weights as the first run of the model would, where it would; called in eval mode."""
 
     def modules(self) -> list[nn.Module]:
         """Every module whose training flag counts."""
@@ -329,7 +329,7 @@ class Adapter:
             extra: Further keywords from the user.
 
         Returns:
-            A call on tokens of the same batch and length; what they are doesn't matter.
+            A call on any tokens of the same batch and length.
         """
         tokens = torch.zeros(resid.shape[:2], dtype=torch.long, device=resid.device)
         return self.call(tokens, mask, extra)
@@ -351,7 +351,7 @@ class Adapter:
         Args:
             logits: (batch, pos, d_vocab)
             call: What was run.
-            per_token: Every prediction by itself, 0 at padding.
+            per_token: The loss of each prediction, 0 at padding, instead of their mean.
 
         Returns:
             The mean (), or (batch, pos − 1).
@@ -364,7 +364,7 @@ class Adapter:
     # -- starting and stopping at a block --------------------------------------------------------
 
     def rereads(self, layer: int) -> bool:
-        """Whether block ``layer`` or a later one reads something else than the residual stream.
+        """Whether block ``layer`` or a later one reads more than the residual stream.
 
         Then a patched residual doesn't bring another run back, and no run can start there.
 
@@ -412,7 +412,7 @@ class Adapter:
         """End the forward where block ``layer`` (or what follows the last one) would begin.
 
         Args:
-            layer: Block before which the forward ends; the number of blocks for after the last.
+            layer: Block before which the forward ends, or the number of blocks for what follows the last.
 
         Returns:
             A context; a forward inside it raises ``StopForward``, which carries the residual.
@@ -428,7 +428,7 @@ class Adapter:
             resid: What enters it. (batch, pos, d_model)
 
         Yields:
-            Nothing; the forward is the module's own again afterwards.
+            Nothing. Afterwards the forward is the module's own.
         """
         module = self._block_or_readout(layer)
         skipped = [self.module.get_submodule(path) for path in self.blocks[:layer]]

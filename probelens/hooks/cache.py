@@ -119,11 +119,11 @@ class ActivationCache(Mapping[str, Tensor]):
         return len(self.cache_dict)
 
     def keys(self) -> KeysView[str]:
-        """Names held, in the order of the forward pass."""
+        """Names of the activations, in the order of the forward pass."""
         return self.cache_dict.keys()
 
     def values(self) -> ValuesView[Tensor]:
-        """Activations held."""
+        """The activations."""
         return self.cache_dict.values()
 
     def items(self) -> ItemsView[str, Tensor]:
@@ -283,7 +283,7 @@ class ActivationCache(Mapping[str, Tensor]):
             pos_slice: Positions to keep.
             incl_embeds: Also the embedding, and what else enters block 0 (position embeddings).
             return_labels: Also names such as ``"embed"``, ``"3_attn_out"`` and ``"3_mixer_out"``, both where
-                the two stand side by side; ``"0_pre_ln"`` is what RWKV's first norm makes of the embedding.
+                a block has the two side by side; ``"0_pre_ln"`` is what RWKV's first norm makes of the embedding.
 
         Returns:
             (component, batch, pos, d_model), and the labels if asked for.
@@ -336,7 +336,7 @@ class ActivationCache(Mapping[str, Tensor]):
         return parts
 
     def _mixers(self, layer: int) -> list[str]:
-        """What stands before the MLP in a block: attention, a mixer, or the two side by side."""
+        """The parts before the MLP in a block: attention, a mixer, or the two side by side."""
         kinds, model = ("mixer_out", "attn_out"), self.model
         if model is None:
             found = {k: self._name((k, layer)) for k in kinds if (k, layer) in self}
@@ -388,18 +388,18 @@ def recorders(
         kept = kept.to(device=device, dtype=dtype, copy=not last_use)
         return kept[0] if squeeze and len(kept) == 1 else kept
 
-    held: dict[str, list[int]] = {}
+    recorded: dict[str, list[int]] = {}
 
     def record(tensor: Tensor, hook: HookPoint, suffix: str = "", last_use: bool = False) -> None:
         name = hook.name + suffix
         if hook.pos is None:
             cache[name] = copy(tensor, hook, last_use)
         elif _kept(hook.pos, hook.length, pos_slice):
-            steps = held.setdefault(name, [])
+            steps = recorded.setdefault(name, [])
             if hook.pos in steps or not isinstance(cache.get(name), list):
                 steps.clear()
                 cache[name] = []
-            # A backward pass comes by the steps from the last to the first.
+            # The backward pass visits steps in reverse.
             place = bisect.bisect(steps, hook.pos)
             steps.insert(place, hook.pos)
             cache[name].insert(place, copy(tensor, hook))

@@ -79,7 +79,7 @@ class Call:
 
         Args:
             logits: (batch, pos, d_vocab)
-            per_token: Every prediction by itself, 0 at padding.
+            per_token: The loss of each prediction, 0 at padding, instead of their mean.
 
         Returns:
             The mean (), or (batch, pos − 1).
@@ -221,7 +221,7 @@ def put(output: Any, index: int | str | None, new: Any) -> Any:
     Args:
         output: What a module returned.
         index: Which element; None for the first tensor.
-        new: What stands there instead.
+        new: What replaces it.
 
     Returns:
         The same kind of output, with ``new`` in it.

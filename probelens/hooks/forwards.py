@@ -28,7 +28,7 @@ __all__ = [
     "refuse_replaced_forward", "release", "replaced_forward", "stopped_before", "stored", "swapped_forward", "with_weights",
 ]  # fmt: skip
 
-# Forwards that stand in for a module's own, to tell them from a user's.
+# Forwards that run in place of a module's own, to distinguish them from a user's.
 _SWAPPED: weakref.WeakValueDictionary[int, Callable[..., Any]] = weakref.WeakValueDictionary()
 
 
@@ -74,7 +74,7 @@ _PACKAGES = ("torch", "transformers", "accelerate", "peft", "nnsight", "probelen
 
 
 def hooked_by_hand(module: nn.Module) -> str | None:
-    """Whether PyTorch forward hooks of the caller's stand on a module or anything in it.
+    """Whether the caller registered PyTorch forward hooks on a module or anything in it.
 
     Args:
         module: The module.
@@ -170,7 +170,7 @@ def with_weights(module: nn.Module, forward: Callable[..., Any]) -> Callable[...
     """A forward that runs with the weights of the module and of all below it in place.
 
     Args:
-        module: The module that ``forward`` stands for.
+        module: The module whose forward ``forward`` replaces.
         forward: May read the weights of submodules without calling them.
 
     Returns:
@@ -421,7 +421,7 @@ def hold() -> None:
             except RuntimeError as err:
                 raise InputError(
                     f"a wrapped model was called from inside a function under torch.compile: {err}. "
-                    "Compile the model instead; probelens runs it uncompiled while hooks stand on it."
+                    "Compile the model instead; probelens runs it uncompiled while hooks are in place."
                 ) from err
             _stance = stance
         _count += 1

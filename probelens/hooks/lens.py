@@ -256,7 +256,7 @@ class TransformerLensMethods:
         self, single_token: str | int, input: str | Tensor, mode: Literal["first", "last"] = "first",
         prepend_bos: bool | None = None,
     ) -> int:  # fmt: skip
-        """Where a token stands in one text.
+        """The position of a token in one text.
 
         Args:
             single_token: Text that is one token, or its id.

@@ -38,8 +38,8 @@ ReturnType = Literal["logits", "loss", "both"] | None
 class HookedModel(TransformerLensMethods):
     """A model with hook points, made by ``probelens.wrap`` or ``probelens.load``.
 
-    The user's module stays what it is: same class, same state dict, same results. PyTorch hooks
-    stand on it only while a call that needs them runs.
+    The user's module keeps its class, its state dict and its results. PyTorch hooks are registered on it only
+    while a call that needs them runs.
 
     Args:
         module: The user's module.
@@ -237,7 +237,7 @@ class HookedModel(TransformerLensMethods):
         self, fwd_hooks: Iterable[HookSpec] = (), bwd_hooks: Iterable[HookSpec] = (),
         reset_hooks_end: bool = True, clear_contexts: bool = False,
     ) -> Iterator[HookedModel]:  # fmt: skip
-        """Hooks that stay while the block lasts, also for ``model.module.generate(...)``.
+        """Keep hooks in place inside the block, also for ``model.module.generate(...)``.
 
         Args:
             fwd_hooks: Pairs (name, fn); fn(tensor, hook) returns a tensor or None for no change.
@@ -249,7 +249,7 @@ class HookedModel(TransformerLensMethods):
             This model.
 
         Raises:
-            HookNotFiredError: At the end of a block that ended well, for a hook never called.
+            HookNotFiredError: At the end of a block without an error, for a hook that was never called.
         """
         entries = [*self._entries(fwd_hooks, "fwd"), *self._entries(bwd_hooks, "bwd")]
         with (
@@ -298,7 +298,7 @@ class HookedModel(TransformerLensMethods):
             out = self(inputs, return_type, stop_at_layer, start_at_layer, **kw)
             check_fired(entries, backward=False)
         for entry in entries:
-            # The graph of the output still holds them: a later backward pass calls them.
+            # The graph of the output still refers to them, so that a later backward pass calls them.
             entry.active = entry.active or entry.dir == "bwd"
         return out
 
@@ -330,9 +330,9 @@ class HookedModel(TransformerLensMethods):
             return_type: As for calling the model.
             return_cache_object: False gives a plain dict.
             dtype: Dtype of the copies; None keeps the model's.
-            reset_hooks_end: Taken so that calls written for TransformerLens run; the hooks that record
-                never stay.
-            clear_contexts: Taken for the same reason, and without effect.
+            reset_hooks_end: Accepted so that calls written for TransformerLens run. The hooks that record
+                are always removed.
+            clear_contexts: Accepted for the same reason, without effect.
             **kw: Passed to the module's forward.
 
         Returns:
@@ -415,11 +415,10 @@ class HookedModel(TransformerLensMethods):
         self, inputs: Any = None, names: Names = None, *, tolerance: float | None = None, seed: int = 0,
         progress: bool = False,
     ) -> VerifyReport:  # fmt: skip
-        """Try every hook point of this very model on these inputs.
+        """Try every hook point of this model on these inputs.
 
-        Each point must fire; an edit that returns its input must change nothing; noise must change
-        the output; another run's residual stream must bring that run's output back; and nothing may
-        be left on the module.
+        Each point must fire. An edit that returns its input must change nothing, and noise must change the output.
+        Another run's residual stream must restore that run's output. Nothing may be left on the module.
 
         Args:
             inputs: Tokens, text or features; None for random tokens.
@@ -441,7 +440,7 @@ class HookedModel(TransformerLensMethods):
     def edit_weights(
         self, edits: Mapping[str, Callable[[Tensor], Tensor]]
     ) -> contextlib.AbstractContextManager[HookedModel]:
-        """Change parameters inside a ``with`` block; they come back bit for bit, also after an exception.
+        """Change parameters inside a ``with`` block. They are restored bit for bit, also after an exception.
 
         Args:
             edits: Name to function of the weight. Names are canonical

@@ -49,7 +49,7 @@ def in_block(name: str) -> tuple[int | None, str]:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a boundary hook point stands: one tensor going into or coming out of a module.
+    """Where a boundary hook point is: one tensor that goes into or comes out of a module.
 
     Args:
         path: Module path below the wrapped module; "" is the module itself.
@@ -71,7 +71,7 @@ class Site:
     scale: float = 1.0
 
     def to_hook(self, tensor: Tensor) -> Tensor:
-        """The tensor as a hook sees it: position first, heads apart.
+        """The tensor as a hook sees it: position first, with an axis of heads.
 
         Args:
             tensor: As the module has it, of the module's own shape.
@@ -105,7 +105,7 @@ class Site:
 
 @dataclass(eq=False)
 class HookPoint:
-    """One named tensor of a model, and what a hook function is told about where it stands.
+    """One named tensor of a model, which a hook function also gets.
 
     Args:
         name: Canonical name, for example ``"blocks.3.hook_resid_post"``.
@@ -113,11 +113,11 @@ class HookPoint:
         axes: Names of the axes of the tensor that a hook gets.
         module: Path of the module it belongs to.
         aliases: Other names for the same point.
-        site: Where it stands, for a boundary point.
+        site: Where it is, for a boundary point.
         step: True for recurrent state: the hook is called once per position, with ``pos`` set.
         note: What a reader should know, such as what an edit here reaches.
         ctx: Room for what hooks want to keep.
-        pos: The step, in what a state point's hook is told.
+        pos: The step, where a state point's hook is called.
         length: How many steps there are.
         owner: Gives the model that the point belongs to.
         block: Number of the block that the point belongs to, taken from its full name; None for a point of the
@@ -215,7 +215,7 @@ class HookPoint:
         model = self.owner() if self.owner is not None else None
         if model is None:
             raise InputError(
-                f"hook point {self.name!r} belongs to no model that is still there: use model.add_hook"
+                f"hook point {self.name!r} belongs to no model that still exists: use model.add_hook"
             )
         return model
 

@@ -1,6 +1,6 @@
 """Switchboard: calls hooks at hook points, counts the calls and removes the hooks.
 
-It puts plain PyTorch hooks on the user's modules while somebody listens at a point, and nothing otherwise.
+It registers PyTorch hooks on the user's modules only while hooks are in place at a point.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Entry", "Reach", "Switchboard", "Tap", "check_fired"]
 
 
 class Entry:
-    """One hook function listening at one point, with its count of firings."""
+    """One hook function at one point, with the number of its calls."""
 
     __slots__ = ("active", "attached", "dir", "fired", "fn", "keep", "permanent", "point", "reads", "thread")
 
@@ -43,9 +43,9 @@ class Entry:
         self.attached = 0
         self.active = True
         self.permanent = permanent
-        # A reader returns nothing, so a whole state trajectory can be handed to it in one piece.
+        # A reader returns nothing, so it can get a whole state trajectory in one piece.
         self.reads = reads
-        # Called in place of ``fn`` with a tensor that nobody else uses from now on.
+        # Called in place of ``fn`` with a tensor that the model doesn't use again.
         self.keep = keep
         self.thread = None if everywhere else threading.get_ident()
 
@@ -113,7 +113,7 @@ class Tap:
             length: How many steps there are.
 
         Returns:
-            The tensor, or what the hooks made of it; of the same shape.
+            The tensor, or what the hooks made of it, of the same shape.
         """
         full = self._names.get(name)
         if full is None or full not in self._switchboard.entries:
@@ -132,7 +132,7 @@ class Tap:
             length: How many steps there are.
 
         Returns:
-            The tensor, or what the hooks made of it; of the same shape.
+            The tensor, or what the hooks made of it, of the same shape.
         """
         full = self._names.get(name)
         if full is None or full not in self._switchboard.entries:
@@ -140,7 +140,7 @@ class Tap:
         return self._switchboard.fire(full, tensor, pos, length, last_use=True)
 
     def wants(self, name: str) -> bool:
-        """Whether anybody listens at the point, in this thread.
+        """Whether this thread has a hook at the point.
 
         Args:
             name: Short name of the point.
@@ -151,20 +151,20 @@ class Tap:
         return bool(self._switchboard.listeners(self._names.get(name)))
 
     def edits(self, name: str) -> bool:
-        """Whether a listener may change the tensor; False when all of them only read.
+        """Whether a hook may change the tensor, rather than only read it.
 
         Args:
             name: Short name of the point.
 
         Returns:
-            False also when nobody listens.
+            False also without any hook.
         """
         return any(not e.reads for e in self._switchboard.listeners(self._names.get(name)))
 
     def positions(self, name: str, length: int | None = None) -> list[int] | None:
         """Steps at which a state point must be offered one by one: None for every step.
 
-        Somebody who reads beside somebody who edits needs every step, as edited.
+        A hook that reads beside one that edits needs every step, as edited.
 
         Args:
             name: Short name of the state point.
@@ -195,7 +195,7 @@ class Reach(Protocol):
 
 
 class Switchboard:
-    """Calls hooks at the points of one module, and keeps PyTorch hooks only where somebody listens.
+    """Calls hooks at the points of one module, and keeps PyTorch hooks only where one is in place.
 
     Args:
         root: The wrapped module.
@@ -232,7 +232,7 @@ class Switchboard:
             name: Canonical name; None for a point that the model doesn't advertise.
 
         Returns:
-            Entries in the order in which they came.
+            Entries in the order in which they were added.
         """
         if name is None or threading.get_ident() in self._muted:
             return []
@@ -246,7 +246,7 @@ class Switchboard:
         length: int | None = None,
         last_use: bool = False,
     ) -> Tensor:
-        """Hand a tensor to every listener at a point, in the order in which they came.
+        """Call every hook at a point, in the order in which they were added.
 
         Args:
             name: Canonical name of the point.
@@ -265,7 +265,7 @@ class Switchboard:
         return tensor
 
     def add(self, entries: Iterable[Entry]) -> None:
-        """Start listening. On an error nothing of the call stays behind.
+        """Put hooks in place. On an error none of them stays.
 
         Args:
             entries: Functions at points.
@@ -287,10 +287,10 @@ class Switchboard:
                 raise
 
     def remove(self, entries: Iterable[Entry]) -> None:
-        """Stop listening, and take away what nobody needs any more.
+        """Remove hooks, and the PyTorch hooks that no other one needs.
 
         Args:
-            entries: Those to take away; ones that aren't there are passed over.
+            entries: Those to remove. Ones that aren't in place are ignored.
         """
         with self._lock:
             for entry in entries:
@@ -315,7 +315,7 @@ class Switchboard:
 
         Args:
             entries: Functions at points.
-            stay: Leave the hooks in place, among ``staying``, after a block that ends well.
+            stay: Leave the hooks in place, among ``staying``, after a block without an error.
             clear: Empty the ``ctx`` of the points at the end.
 
         Yields:
@@ -337,7 +337,7 @@ class Switchboard:
 
     @contextlib.contextmanager
     def instrumented(self, paths: Iterable[str]) -> Iterator[None]:
-        """Run the instrumented forward of these modules whether or not anybody listens.
+        """Run the instrumented forward of these modules whether or not a hook needs it.
 
         Args:
             paths: Module paths.

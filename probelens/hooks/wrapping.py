@@ -193,7 +193,7 @@ def unwrap(module: Any) -> Any:
 
     Returns:
         The module inside a ``torch.compile``, ``DataParallel`` or ``DistributedDataParallel`` wrapper or
-        a ``PeftModel`` whose adapters stand in its layers; anything else as it is. Nothing is copied or
+        a ``PeftModel`` whose adapters are in its layers; anything else as it is. Nothing is copied or
         changed.
 
     Raises:
@@ -226,7 +226,7 @@ def unwrap(module: Any) -> Any:
 
 
 def unadapted(module: nn.Module) -> nn.Module:
-    """The layer that PEFT found in a model, whether or not an adapter or a trained copy stands in its place now."""
+    """The layer that PEFT found in a model, whether or not an adapter or a trained copy has taken its place."""
     while True:
         if _is(module, "peft.", "BaseTunerLayer") and isinstance(module.base_layer, nn.Module):
             module = module.base_layer
@@ -239,7 +239,7 @@ def unadapted(module: nn.Module) -> nn.Module:
 def own_layers(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """Every submodule with its path, as ``named_modules``, and none that PEFT put inside another.
 
-    An adapted layer stands under its own path as the layer that it was.
+    An adapted layer is given under its own path as the layer that it was.
     """
     found: list[tuple[str, nn.Module]] = []
     inside: str | None = None
@@ -258,7 +258,7 @@ def _is(module: Any, package: str, *names: str) -> bool:
 
 
 def _peft(module: Any) -> Any:
-    """The base model, in whose layers LoRA and its like stand; other methods do more than that."""
+    """The base model, in whose layers LoRA and similar methods are. Other methods do more than that."""
     tuner, configs = module.base_model, list(module.peft_config.values())
     kind = ", ".join(str(getattr(c.peft_type, "value", c.peft_type)) for c in configs)
     merged = (
