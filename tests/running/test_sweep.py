@@ -11,7 +11,10 @@ import zoo
 import probelens as pl
 from probelens.running.sweep.conditions import Condition, Intervention, Read
 from probelens.running.sweep.plan import sweep
+from probelens.running.sweep.resume import Resume
 from probelens.running.sweep.resumer import Resumer, resumer_of
+from probelens.running.sweep.strategy import Full, Skip, Unfit
+from probelens.running.sweep.work import Work
 
 N, LENGTH = 5, 12
 RESUMES = ["neox", "neox-sequential", "gpt2", "llama", "mamba", "mamba2"]
@@ -200,3 +203,38 @@ def test_nothing_stays_on_the_module_after_an_edit_that_fails() -> None:
             sweep(model, x, bad, Read(last))
         assert not any("forward" in vars(m) for m in model.module.modules())
         assert torch.equal(model(x), before)
+
+
+def test_a_resumer_that_is_none_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, read = zoo.tokens(N, LENGTH, seed=3), Read(last)
+    right, wrong = pl.wrap(zoo.build("neox")), pl.wrap(zoo.build("neox"))
+    monkeypatch.setattr(wrong.adapter, "resumer", lambda model: "mine")
+    with pytest.raises(
+        pl.InputError, match=r"HFTransformer.resumer\(\) gave a str. It must give a .*Resumer, or None"
+    ):
+        sweep(wrong, x, cells(wrong), read)
+    assert sweep(right, x, cells(right), read).path == "resume"
+    monkeypatch.setattr(wrong.adapter, "resumer", lambda model: None)
+    assert sweep(wrong, x, cells(wrong), read).path == "skip"
+
+
+def test_strategies_that_can_not_run_some_work_say_why() -> None:
+    model, x, read = pl.wrap(zoo.build("neox")), zoo.tokens(N, LENGTH, seed=3), Read(last)
+
+    def work(conditions: list[Condition], memory: int | None = None) -> Work:
+        return Work.of(model, x, conditions, read, None, 64, memory, 0)
+
+    assert [kind(work(cells(model))).path for kind in (Resume, Skip, Full)] == ["resume", "skip", "full"]
+    with pytest.raises(Unfit, match="2 conditions that could begin in mid-sequence"):
+        Resume(work(cells(model)[:2]))
+    with pytest.raises(Unfit, match="no condition edits the blocks alone"):
+        Skip(work([add_at("ln_final.hook_in", 1)]))
+    for kind in (Resume, Skip):
+        with pytest.raises(Unfit, match="does not fit the memory budget of 1000 bytes"):
+            kind(work(cells(model), 1000))
+    with pytest.raises(pl.InputError, match="memory=1000 bytes: one example"):
+        Full(work(cells(model), 1000))
+    values = [kind(work(cells(model))).run_all(False, "")[0] for kind in (Resume, Skip, Full)]
+    assert close(values[0], values[2])
+    assert close(values[1], values[2])
+    assert values[2].std() > 1e-2
