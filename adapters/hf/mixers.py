@@ -15,7 +15,7 @@ from probelens.hooks.adapter import Adapter
 from probelens.hooks.forwards import device_of, refuse_replaced_forward, replaced_forward, swapped_forward
 from probelens.hooks.points import HookPoint
 from probelens.hooks.switchboard import Tap
-from probelens.hooks.trials import fingerprint
+from probelens.hooks.trials import agree, remembered
 from probelens.kernels.ssm import (
     MAMBA2_POINTS,
     MAMBA_POINTS,
@@ -78,7 +78,7 @@ def instrumented(mixer: nn.Module, tap: Tap) -> contextlib.AbstractContextManage
                 "from a forward that doesn't call that module. Remove the hook, or read and edit at "
                 f"{'mixer.hook_inner_norm' if name == 'norm' else 'mixer.hook_conv'} instead"
             )
-    if not _alike(mixer):
+    if not remembered(mixer, mixer, "reference forward", lambda: _reference_agrees(mixer)):
         raise InputError(
             f"what lies inside a {type(mixer).__name__} is read from a reference forward, which gives other numbers than "
             "the mixer's own on a trial: something in it was exchanged. Stay at the points around it"
@@ -86,19 +86,8 @@ def instrumented(mixer: nn.Module, tap: Tap) -> contextlib.AbstractContextManage
     return swapped_forward(mixer, _forward(mixer, tap))
 
 
-# Of each mixer, what it consisted of when it was tried, and whether both forwards gave the same numbers.
-_TRIED: weakref.WeakKeyDictionary[nn.Module, tuple[Any, bool]] = weakref.WeakKeyDictionary()
-
-
-def _alike(mixer: nn.Module) -> bool:
+def _reference_agrees(mixer: Any) -> bool:
     """Whether a mixer's own forward gives what the reference gives; True, too, where it can't be tried by itself."""
-    now = fingerprint(mixer)
-    if mixer not in _TRIED or _TRIED[mixer][0] != now:
-        _TRIED[mixer] = now, _tried(mixer)
-    return _TRIED[mixer][1]
-
-
-def _tried(mixer: Any) -> bool:
     weight = next(mixer.parameters(), None)
     if weight is None or weight.is_meta or hasattr(mixer, "_hf_hook"):
         return True
@@ -112,12 +101,7 @@ def _tried(mixer: Any) -> bool:
         except Exception:  # kernels that aren't here, or arguments that only the model has
             return True
     own = own[0] if isinstance(own, tuple) else own
-    if own.shape != found.shape:
-        return False
-    # Half precision rounds, and so do kernels on a GPU, which multiply in TF32.
-    exact = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
-    allowed = 1e-3 if exact else 0.1
-    return bool((found - own).abs().max() <= allowed * own.abs().max().clamp(min=1e-30))
+    return agree(found, own, weight.dtype)
 
 
 def _forward(mixer: nn.Module, tap: Tap) -> Callable[..., Tensor]:

@@ -1,9 +1,12 @@
-"""Inputs of a model: tokens, text or keywords, checked and made into a call on the right device."""
+"""Inputs of a model: tokens, text or keywords, checked and made into a call on the right device, and their padding.
+
+Whether a model's mask keeps padding out of real tokens is tried, not assumed (`hooks.trials`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,10 +14,13 @@ from torch import Tensor
 from probelens.errors import InputError, ShapeError
 from probelens.hooks.adapter import Adapter
 from probelens.hooks.config import Call
-from probelens.hooks.padding import positions_for_padding
 from probelens.hooks.protocol import Wrapped
+from probelens.hooks.trials import Untried, agree, inputs_to_try, random_tokens, remembered, run_alone
 
-__all__ = ["described", "need_tokenizer", "prepared", "tokens_of"]
+__all__ = [
+    "described", "has_gap", "mask_for_model", "need_tokenizer", "padding_mask", "positions_for_padding", "prepared",
+    "reads_both_ways", "tokens_of",
+]  # fmt: skip
 
 
 def prepared(model: Wrapped, inputs: Any, mask: Any, start: int | None, extra: dict[str, Any]) -> Call:
@@ -51,7 +57,7 @@ def prepared(model: Wrapped, inputs: Any, mask: Any, start: int | None, extra: d
     ):
         tokens, made = tokens_of(adapter, inputs, bos)
         mask = made if mask is None else mask
-        return adapter.call(tokens, mask, positions_for_padding(model, mask, extra))
+        return adapter.call(tokens, mask, positions_for_padding(model, mask, extra, tokens))
     if isinstance(inputs, Mapping):
         kwargs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
         mask = mask if mask is not None else kwargs.get("attention_mask")
@@ -59,7 +65,8 @@ def prepared(model: Wrapped, inputs: Any, mask: Any, start: int | None, extra: d
             kwargs["attention_mask"] = mask
         ids = kwargs.get("input_ids")
         _check_tokens(model, ids)
-        return Call((), positions_for_padding(model, mask, {**kwargs, **extra}), ids, mask)
+        kwargs |= extra
+        return Call((), positions_for_padding(model, mask, kwargs, kwargs), ids, mask)
     if isinstance(inputs, (list, tuple)):
         if not len(inputs):
             raise ShapeError(f"tokens must be (batch, pos) and not empty, got {inputs!r}")
@@ -71,7 +78,8 @@ def prepared(model: Wrapped, inputs: Any, mask: Any, start: int | None, extra: d
         if not inputs.is_floating_point() and inputs.ndim == 1:
             inputs = inputs[None]
         _check_tokens(model, inputs)
-        return adapter.call(inputs.to(device), mask, positions_for_padding(model, mask, extra))
+        inputs = inputs.to(device)
+        return adapter.call(inputs, mask, positions_for_padding(model, mask, extra, inputs))
     return adapter.call(inputs, mask, extra)
 
 
@@ -147,3 +155,215 @@ def described(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
     return f"a {type(value).__name__}"
+
+
+# -- padding -----------------------------------------------------------------------------------------
+
+
+def has_gap(mask: Tensor) -> bool:
+    """Whether a real token comes after padding.
+
+    Args:
+        mask: 1 for real tokens. (example, pos)
+
+    Returns:
+        False where all padding is on the right.
+    """
+    real = mask.long()
+    return bool((real[:, 1:] > real[:, :-1]).any())
+
+
+def positions_for_padding(
+    model: Wrapped, mask: Tensor | None, extra: dict[str, Any], inputs: Any = None
+) -> dict[str, Any]:
+    """Keywords for a run with this mask: with ``position_ids`` where the model would count padding as positions.
+
+    Args:
+        model: The wrapped model.
+        mask: 1 for real tokens. (example, pos)
+        extra: Keywords from the user; position_ids among them stay.
+        inputs: Tokens or keywords of this call, on which the mask is tried; None for random tokens.
+
+    Returns:
+        ``extra``, or a copy with ``position_ids``, which count real tokens.
+
+    Raises:
+        InputError: Padding that reaches real tokens although the mask is given, or where that could not be tried.
+    """
+    if mask is None or mask.ndim != 2 or extra.get("position_ids") is not None or bool(mask.all()):
+        return extra
+    if not model.adapter.accepts("attention_mask"):
+        return extra  # Refused by the adapter.
+    before = has_gap(mask)
+    # On the right padding reaches real tokens only where later tokens are read.
+    if not before and not reads_both_ways(model, inputs):
+        return extra
+    where = (
+        "padding before real tokens" if before else "padding on the right, in a model that reads both ways,"
+    )
+    instead = "Pad on the right, or run" if before else "Run"
+    kind = type(model.module).__name__
+    try:
+        how = _kept_out_by(model, mask, before, inputs, extra)
+    except _FailsItself:
+        return extra  # The call will raise that error.
+    except Untried as err:
+        raise InputError(
+            f"whether the mask of this {kind} keeps {where} out of real tokens could not be tried: {err}. "
+            f"{instead} sequences of equal length together"
+        ) from err
+    if how == "neither":
+        raise InputError(
+            f"{where} changes what this {kind} makes of them although the mask is given (its state or its positions run "
+            f"over padding, or it ignores the mask). {instead} sequences of equal length together"
+        )
+    return {**extra, "position_ids": _counted(mask)} if how == "positions" else extra
+
+
+def reads_both_ways(model: Wrapped, inputs: Any = None) -> bool:
+    """Whether a later token changes what the model makes of earlier ones, so that padding on the right is read too.
+
+    Args:
+        model: The wrapped model.
+        inputs: What the model runs on, for models that random tokens alone don't run.
+
+    Returns:
+        True also where no trial could be made.
+    """
+    if any(getattr(module, "bidirectional", False) for module in model.module.modules()):
+        return True
+    try:
+        return remembered(model, model.module, "both ways", lambda: _later_tokens_matter(model, inputs))
+    except Untried:
+        return True
+
+
+def padding_mask(mask: Tensor | None, model: Wrapped | None = None, inputs: Any = None) -> Tensor | None:
+    """The attention mask that a batch with this mask needs, or None if it needs none.
+
+    Padding on the right never reaches an earlier position of a causal model, so only a real token
+    after padding calls for a mask; on a model that reads both ways every padding does.
+
+    Args:
+        mask: True on real tokens. (example, pos)
+        model: The wrapped model; a causal one if None.
+        inputs: What the model runs on, for models that random tokens alone don't run.
+
+    Returns:
+        1 for real tokens, 0 for padding, or None. (example, pos)
+    """
+    if mask is None or bool(mask.all()):
+        return None
+    return mask.long() if has_gap(mask) or (model is not None and reads_both_ways(model, inputs)) else None
+
+
+def mask_for_model(model: Wrapped, attention: Tensor | None, inputs: Any = None) -> Tensor | None:
+    """The attention mask to give the model; None where it needs none.
+
+    A forward that takes no mask needs none where all padding is on the right and the model is causal. Elsewhere the mask
+    is passed on, and refused with the reason.
+
+    Args:
+        model: The wrapped model.
+        attention: 1 for real tokens. (example, pos)
+        inputs: What the model runs on, for models that random tokens alone don't run.
+
+    Returns:
+        1 for real tokens, int64, or None. (example, pos)
+    """
+    if attention is None:
+        return None
+    if not model.adapter.accepts("attention_mask") and padding_mask(attention.bool(), model, inputs) is None:
+        return None
+    return attention.long()
+
+
+class _FailsItself(Untried):
+    """The model raises an error on the very inputs of the call."""
+
+
+def _later_tokens_matter(model: Wrapped, inputs: Any) -> bool:
+    """Whether later tokens change the outputs at earlier positions."""
+    why, vocab = "it doesn't take tokens of a known vocabulary", model.adapter.cfg.d_vocab
+    for x in inputs_to_try(model, inputs):
+        if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[1] < 2:
+            why = "its inputs are no sequences of several positions"
+            continue
+        first = max(1, 2 * x.shape[1] // 3)
+        other = x.clone()
+        other[:, first:] = (x[:, first:] + 1) % vocab if vocab else x[:, :1]
+        if torch.equal(other, x):
+            why = "no later token can be changed"
+            continue
+        try:
+            a, b = (run_alone(model, model.prepare(tokens)) for tokens in (x, other))
+        except Untried as err:
+            why = str(err)
+            continue
+        # One output for a whole sequence reads all of it.
+        return a.shape[:2] != x.shape[:2] or not agree(a[:, :first], b[:, :first], model.cfg.dtype)
+    raise Untried(why)
+
+
+def _kept_out_by(
+    model: Wrapped, mask: Tensor, before: bool, inputs: Any, extra: dict[str, Any]
+) -> Literal["mask", "positions", "neither"]:
+    """What keeps padding out of real tokens: the mask alone, or with positions that count real tokens.
+
+    Sequences of the call (of random tokens, where there are no inputs) run with their padding, and each alone.
+    """
+    # Some models skip the mask for a batch of one, so that is a question of its own.
+    single = len(mask) == 1
+    if inputs is None:
+        x = random_tokens(model, 1 if single else 2)
+        inputs = torch.cat([x[:, :3], x] if before else [x, x[:, :3]], 1)
+        mask = torch.ones_like(inputs)
+        mask[:, slice(3) if before else slice(5, None)] = 0
+    real = mask.bool()
+    padded = (real[:, 1:] > real[:, :-1]).any(1) if before else ~real.all(1)
+    order = torch.argsort((padded & real.any(1)).long(), descending=True, stable=True)
+    rows = [int(row) for row in order if real[row].any()][: 1 if single else 2]
+
+    def cut(value: Any, rows: list[int], where: Tensor | slice) -> Any:
+        if not isinstance(value, Tensor) or value.shape[:1] != mask.shape[:1]:
+            return value
+        return value[rows][:, where] if value.shape[:2] == mask.shape else value[rows]
+
+    def run(rows: list[int], where: Tensor | slice, given: dict[str, Any], masked: bool) -> Tensor:
+        kept = cut(mask, rows, where) if masked else None
+        more = {name: cut(value, rows, where) for name, value in given.items() if name != "attention_mask"}
+        if isinstance(inputs, Tensor):
+            return run_alone(model, model.adapter.call(cut(inputs, rows, where), kept, more))
+        more |= {} if kept is None else {"attention_mask": kept}
+        return run_alone(model, Call((), more, more.get("input_ids"), kept))
+
+    def right(given: dict[str, Any]) -> bool:
+        found = run(rows, slice(None), given, True)
+        by_position = found.shape[:2] == (len(rows), mask.shape[1])
+        return all(
+            agree(
+                one[real[row]] if by_position else one,
+                run([row], real[row], extra, False)[0],
+                model.cfg.dtype,
+            )
+            for row, one in zip(rows, found, strict=True)
+        )
+
+    def trial() -> Literal["mask", "positions", "neither"]:
+        try:
+            run(rows, slice(None), extra, True)
+        except Untried as err:
+            raise _FailsItself(str(err)) from err
+        if right(extra):
+            return "mask"
+        try:
+            return "positions" if before and right({**extra, "position_ids": _counted(mask)}) else "neither"
+        except Untried:
+            return "neither"
+
+    return remembered(model, model.module, ("padding", before, single), trial)
+
+
+def _counted(mask: Tensor) -> Tensor:
+    """Positions that count real tokens; 0 at padding before the first. (example, pos)"""
+    return (mask.long().cumsum(1) - 1).clamp(min=0)

@@ -21,7 +21,7 @@ from probelens.hooks.names import Points
 from probelens.hooks.points import Direction, HookFn, HookPoint
 from probelens.hooks.shorthand import Names
 from probelens.hooks.switchboard import Entry, Switchboard, check_fired
-from probelens.hooks.trials import can_start_at
+from probelens.hooks.trials import Untried, can_start_at, require_start_at
 from probelens.hooks.verify import VerifyReport, verify
 from probelens.hooks.weights import edited_weights
 
@@ -51,7 +51,6 @@ class HookedModel(TransformerLensMethods):
         self.adapter = adapter
         self.points = Points(adapter, weakref.ref(self))
         self.switchboard = self._switchboard = Switchboard(module, adapter)
-        self._chained: dict[int, bool] = {}
 
     def __repr__(self) -> str:
         return (
@@ -122,18 +121,15 @@ class HookedModel(TransformerLensMethods):
             Logits (batch, pos, d_vocab), a loss (), both, None, or the residual.
 
         Raises:
-            InputError: A token outside the vocabulary, text without a tokenizer.
+            InputError: A token outside the vocabulary, text without a tokenizer, ``start_at_layer`` where a run from
+                that block would give other numbers or could not be tried.
             UnknownHookError: A layer out of range.
             HookNotFiredError: A hook of ``add_hook`` that this run should have reached.
         """
         start = self.points.block_number(start_at_layer, "start_at_layer")
         stop = self.points.block_number(stop_at_layer, "stop_at_layer")
-        if start and not self.can_start_at(start):
-            raise InputError(
-                f"start_at_layer={start}: in this {type(self.module).__name__} the residual entering block {start} is "
-                "not all that the rest depends on (something goes around the blocks), so a run from there would be "
-                "wrong. Run from the tokens."
-            )
+        if start:
+            require_start_at(self, start)
         if return_type not in ("logits", "loss", "both", None):
             raise InputError(
                 f"return_type {return_type!r} is not known. Allowed: 'logits', 'loss', 'both', None"
@@ -371,22 +367,23 @@ class HookedModel(TransformerLensMethods):
         """Whether ``start_at_layer`` and ``stop_at_layer`` reach every block and the readout."""
         return self.adapter.can_skip()
 
-    def can_start_at(self, layer: int) -> bool:
+    def can_start_at(self, layer: int, inputs: Any = None) -> bool:
         """Whether the residual entering a block is all that the rest of the model depends on.
 
-        It isn't where something goes around the blocks, such as a connection from an early layer to
-        the output. Tried once with random tokens and remembered.
+        It isn't where something goes around the blocks, such as a connection from an early layer to the output. This is
+        tried with random tokens and remembered until something in the model is exchanged.
 
         Args:
             layer: Block; ``n_layers`` for what follows the last one.
+            inputs: What the model runs on; a few of them are tried where random tokens alone don't run.
 
         Returns:
-            False if a run that starts there gives other logits than a full one. True where no trial
-            could be made: a model that random tokens alone don't run.
+            False if a run that starts there gives other logits than a full one, and where no trial could be made.
         """
-        if layer not in self._chained:
-            self._chained[layer] = can_start_at(self, layer)
-        return self._chained[layer]
+        try:
+            return can_start_at(self, layer, inputs)
+        except Untried:
+            return False
 
     # -- the user's module ------------------------------------------------------------------------------
 

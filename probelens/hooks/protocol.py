@@ -114,11 +114,12 @@ class Wrapped(Protocol):
     def can_skip(self) -> bool:
         """Whether ``start_at_layer`` and ``stop_at_layer`` reach every block and the readout."""
 
-    def can_start_at(self, layer: int) -> bool:
+    def can_start_at(self, layer: int, inputs: Any = None) -> bool:
         """Whether the residual entering a block is all that the rest of the model depends on.
 
         Args:
             layer: Block; ``n_layers`` for what follows the last one.
+            inputs: What the model runs on, for models that random tokens alone don't run.
 
         Returns:
             False also where that could not be tried.

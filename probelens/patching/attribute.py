@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError
+from probelens.hooks.inputs import padding_mask
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped, resolve
-from probelens.hooks.padding import padding_mask
 from probelens.hooks.points import HookPoint, has_positions
 from probelens.hooks.shorthand import Names
 from probelens.numerics.modes import differentiable
@@ -72,7 +72,7 @@ def attribute(
     where, labels = columns(pos, pairs.clean.shape[1], len(pairs))
     check_positions(model, names, where)
     into, source = (pairs.corrupted, pairs.clean) if mode == "denoise" else (pairs.clean, pairs.corrupted)
-    mask = padding_mask(pairs.mask, model)
+    mask = padding_mask(pairs.mask, model, pairs.clean)
     fn = read_metric(metric)
     read = Read(fn, pairs.read_pos[:, None].long(), {"answers": pairs.answers})
     values = collect(model, source, names, batch_size=batch_size, attention_mask=mask).tensors

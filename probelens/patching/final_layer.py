@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError, MetricError, ShapeError
+from probelens.hooks.inputs import padding_mask
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped
-from probelens.hooks.padding import padding_mask
 from probelens.patching.final_layer_sites import RUN, SITES, Plan, Site
 from probelens.patching.metric import Metric, answered, read_metric
 from probelens.patching.pairs import Mode
@@ -252,7 +252,7 @@ def patch_sites(
     m = _positions(pairs, pos)
     plan = Plan(model, m, pairs.read_pos.long())
     into, source = (pairs.corrupted, pairs.clean) if mode == "denoise" else (pairs.clean, pairs.corrupted)
-    mask = padding_mask(pairs.mask, model)
+    mask = padding_mask(pairs.mask, model, pairs.clean)
     reasons = {site.name: plan.reason(site.name) for site in sites}
     asked = [site for site in sites if reasons[site.name] is None]
 

@@ -19,9 +19,9 @@ from probelens.errors import InputError, ShapeError
 from probelens.hooks.edits.edit import Edit
 from probelens.hooks.edits.swap import Swap, factors
 from probelens.hooks.edits.values import Replace
+from probelens.hooks.inputs import padding_mask
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import by_point, need_wrapped, resolve
-from probelens.hooks.padding import padding_mask
 from probelens.numerics.tensors import whole_number
 from probelens.patching.interchange_result import InterchangeResult, interchange_rows
 from probelens.patching.pairs import check_pairs, check_positions, columns

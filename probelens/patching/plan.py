@@ -17,9 +17,9 @@ from torch import Tensor
 
 from probelens.hooks.edits.edit import Edit
 from probelens.hooks.edits.values import Replace
+from probelens.hooks.inputs import padding_mask
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped, resolve
-from probelens.hooks.padding import padding_mask
 from probelens.hooks.points import HookFn, at, has_positions
 from probelens.hooks.shorthand import Names
 from probelens.patching.metric import Metric, answered, read_metric
@@ -182,7 +182,7 @@ def patch_plan(
     where, labels = columns(pos, pairs.clean.shape[1], len(pairs))
     check_positions(model, names, where)
     into, source = (pairs.corrupted, pairs.clean) if mode == "denoise" else (pairs.clean, pairs.corrupted)
-    mask = padding_mask(pairs.mask, model)
+    mask = padding_mask(pairs.mask, model, pairs.clean)
     read = Read(read_metric(metric), pairs.read_pos[:, None].long(), {"answers": pairs.answers})
     values = Source(model, source, names, mask)
     groups = [names] if joint else [[name] for name in names]

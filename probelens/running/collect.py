@@ -17,10 +17,9 @@ from torch import Tensor
 from probelens.errors import InputError, ShapeError, StoreError, UnknownHookError
 from probelens.hooks.cache import Slice
 from probelens.hooks.forwards import hooked_by_hand, stored
-from probelens.hooks.inputs import tokens_of
+from probelens.hooks.inputs import mask_for_model, tokens_of
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped, resolve
-from probelens.hooks.padding import mask_for_model
 from probelens.hooks.shorthand import Names, NameTable
 from probelens.numerics.tensors import whole_number
 from probelens.results.progress import progress_bar
@@ -244,7 +243,7 @@ def _inputs(
     tokens = getattr(batch, "tokens", None)
     if isinstance(tokens, Tensor):
         given = getattr(batch, "attention_mask", None) if attention is None else attention
-        return tokens, getattr(batch, "mask", None), mask_for_model(model, given)
+        return tokens, getattr(batch, "mask", None), mask_for_model(model, given, tokens)
     if isinstance(batch, str) or (
         isinstance(batch, (list, tuple)) and batch and all(isinstance(t, str) for t in batch)
     ):
@@ -275,7 +274,7 @@ def _inputs(
             raise ShapeError(
                 f"attention_mask has shape {tuple(attention.shape)}, the tokens {tuple(tokens.shape[:2])}: they must agree"
             )
-        return tokens, attention.bool().cpu(), mask_for_model(model, attention)
+        return tokens, attention.bool().cpu(), mask_for_model(model, attention, tokens)
     return tokens, None, None
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 import probelens as pl
 from probelens.ablation.components import donor_rows, position_means
 from probelens.ablation.convolution import VARIANTS
+from probelens.adapters.hf.resume import Recurrent
 from probelens.examples import planted
 from probelens.running.collect import collect
-from probelens.running.sweep.resumer import distrust, resumer_of
 
 N, LENGTH = 8, 7
 
@@ -282,20 +282,24 @@ def test_convolutions_by_layer_and_what_has_none() -> None:
 
 @pytest.mark.parametrize("family", ["mamba", "mamba2"])
 @pytest.mark.parametrize("layers", ["each", "together"])
-def test_convolutions_in_long_sequences_equal_whole_runs(family: str, layers: str) -> None:
+def test_convolutions_in_long_sequences_equal_whole_runs(
+    family: str, layers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Long enough that runs go on from the middle of a sequence, inside the reference backend.
     def ablated(model: pl.HookedModel) -> pl.ComponentResult:
         return pl.ablate_convolution(model, batch, "resample_past", layers, draws=4, batch_size=4)
 
     tokens = zoo.tokens(6, 24)
     model, plain = pl.wrap(zoo.build(family)), pl.wrap(zoo.build(family))
-    distrust(plain)
+    plain.adapter.resumer = lambda model: None  # type: ignore[method-assign]
     batch = pl.Batch(tokens, {"answer": model(tokens).argmax(-1)})
-    got, want = ablated(model), ablated(plain)
-    resumer = resumer_of(model)
-    assert resumer is not None
-    assert resumer.trusted == tokens.shape[1], "the control: runs did go on from the middle"
-    assert resumer_of(plain) is None
+    kept, base = [], Recurrent.base
+    monkeypatch.setattr(Recurrent, "base", lambda self, *args: kept.append(self) or base(self, *args))
+    got = ablated(model)
+    assert kept, "the control: runs did go on from the middle"
+    kept.clear()
+    want = ablated(plain)
+    assert not kept
     torch.testing.assert_close(got.values, want.values)
     assert all(row["drop"] > 0 for row in got.rows)
 

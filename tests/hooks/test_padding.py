@@ -9,7 +9,7 @@ import torch
 import zoo
 
 import probelens as pl
-from probelens.hooks.padding import padding_mask, reads_both_ways
+from probelens.hooks.inputs import padding_mask, reads_both_ways
 
 SITES = ["blocks.0.hook_resid_post", "blocks.2.hook_resid_post"]
 EXACT = ("neox", "gpt2", "llama", "gemma2", "opt", "bloom", "mamba", "jamba", "stablelm")

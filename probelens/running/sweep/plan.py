@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from probelens.errors import InputError
+from probelens.hooks.inputs import mask_for_model
 from probelens.hooks.model import HookedModel
-from probelens.hooks.padding import mask_for_model
+from probelens.hooks.trials import require_repeatable
 from probelens.numerics.tensors import whole_number
 from probelens.running.sweep.conditions import Condition, Read
 from probelens.running.sweep.memory import mib
@@ -223,7 +224,8 @@ def plan(
         raise InputError(
             f"memory={memory}: a budget is a positive number of bytes, such as 2**30; None is for no budget"
         )
-    mask = mask_for_model(model, attention_mask)
+    require_repeatable(model, tokens)
+    mask = mask_for_model(model, attention_mask, tokens)
     work = Work.of(model, tokens, conditions, read, mask, batch_size, memory, source_bytes)
     strategy, why = choose(work)
     trial, otherwise = strategy.trial(), None

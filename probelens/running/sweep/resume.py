@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from probelens.hooks.switchboard import Entry
+from probelens.hooks.trials import agree
 from probelens.running.sweep.jobs import SHORTEST, Job, Load, jobs_of, loads, passes
 from probelens.running.sweep.memory import EDITED, LOGITS, PASSES, WORK, Limits, largest, mib
 from probelens.running.sweep.readout import Readout
@@ -55,7 +56,7 @@ class Resume(Strategy):
         resumed = {job.index for job in self.jobs} | set(self.unedited)
         # Conditions that run without what is kept, and where: beside what is kept no residual is kept for them.
         self.others = {
-            i: 0 if first_block(work.model, c) == 0 else None
+            i: 0 if first_block(work.model, c, work.tokens) == 0 else None
             for i, c in enumerate(work.conditions)
             if i not in resumed
         }
@@ -252,10 +253,10 @@ class Resume(Strategy):
         reason: Exception | None = None
         try:
             own = model(self.work.tokens[rows], stop_at_layer=self.n)
-            right = _equal(final, own)
+            right = agree(final, own, bits=6)
             if right and layer < self.n:
                 again = self.resumer.tail(entering[layer][:, pos:].clone(), layer, pos, self.n)
-                right = _equal(again, own[:, pos:])
+                right = agree(again, own[:, pos:], bits=6)
         except Exception as err:
             right, reason = False, err
         if not right:
@@ -323,7 +324,7 @@ class Resume(Strategy):
 def _resumable(work: Work) -> tuple[Resumer, list[Job]]:
     """How runs of the model go on from the middle, and the conditions that can; raises Unfit where few or none can."""
     model, dtype = work.model, work.model.cfg.dtype
-    if why := why_not_skip(model):
+    if why := why_not_skip(model, work.tokens):
         raise Unfit(why)
     if work.mask is not None:
         raise Unfit("attention mask given")
@@ -351,10 +352,6 @@ def _resumable(work: Work) -> tuple[Resumer, list[Job]]:
     if len(jobs) <= 2:
         raise Unfit(f"{len(jobs)} conditions that could begin in mid-sequence, which takes 3")
     return resumer, jobs
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool((a - b).abs().max() <= 1e-5 * b.abs().max())
 
 
 def _first_change(edited: Tensor, base: Tensor) -> int:

@@ -10,17 +10,19 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from probelens.errors import InputError
-from probelens.hooks.trials import fingerprint
+from probelens.hooks.trials import recall, remember
 
 if TYPE_CHECKING:
     from probelens.hooks.model import HookedModel
 
 __all__ = ["Resumer", "distrust", "distrusted", "resumer_of"]
+
+# Answered with the longest sequence on which resumed runs were seen to be right, or with _WRONG.
+_QUESTION, _WRONG = "resume", -1
 
 
 class Resumer(ABC):
@@ -32,14 +34,21 @@ class Resumer(ABC):
 
     # Bytes that may be kept of a batch where the caller names no budget.
     BUDGET: ClassVar[int] = 1 << 30
-    # The longest sequence on which a run from the middle was seen to equal a whole one.
-    trusted = 0
     # Positions from one kept state to the next. A sweep sets it before it runs.
     spacing = 1
 
     def __init__(self, model: HookedModel) -> None:
         self.model = model
         self.n = model.cfg.n_layers
+
+    @property
+    def trusted(self) -> int:
+        """The longest sequence on which a run from the middle was seen to equal a whole one, of the model as it is."""
+        return max(0, recall(self.model, self.model.module, _QUESTION) or 0)
+
+    @trusted.setter
+    def trusted(self, length: int) -> None:
+        remember(self.model, self.model.module, _QUESTION, length)
 
     @abstractmethod
     def holds(self, batch: int, length: int, spacing: int = 1) -> int:
@@ -107,34 +116,22 @@ class Resumer(ABC):
         return (1e8 if self.model.cfg.device.type == "cpu" else 3e9) / weights
 
 
-# For each model, its fingerprint when its resumer was made, and the resumer; None where there is none.
-_FOUND: WeakKeyDictionary[HookedModel, tuple[Any, Resumer | None]] = WeakKeyDictionary()
-_WRONG: WeakKeyDictionary[HookedModel, Any] = WeakKeyDictionary()
-
-
 def resumer_of(model: HookedModel) -> Resumer | None:
-    """The model's resumer, made once; None where there is none or it was found to give other numbers.
-
-    The answer is kept until a part of the model is replaced.
-    """
-    now = fingerprint(model.module)
-    if model not in _FOUND or _FOUND[model][0] != now:
-        found = None if distrusted(model) else model.adapter.resumer(model)
-        if found is not None and not isinstance(found, Resumer):
-            raise InputError(
-                f"{type(model.adapter).__name__}.resumer() gave a {type(found).__name__}. It must give a "
-                "probelens.running.sweep.resumer.Resumer, or None"
-            )
-        _FOUND[model] = now, found
-    return _FOUND[model][1]
+    """The model's resumer; None where there is none, or runs from the middle were found to give other numbers."""
+    found = None if distrusted(model) else model.adapter.resumer(model)
+    if found is not None and not isinstance(found, Resumer):
+        raise InputError(
+            f"{type(model.adapter).__name__}.resumer() gave a {type(found).__name__}. It must give a "
+            "probelens.running.sweep.resumer.Resumer, or None"
+        )
+    return found
 
 
 def distrust(model: HookedModel) -> None:
     """Don't resume runs of this model again, as it is."""
-    _WRONG[model] = fingerprint(model.module)
-    _FOUND[model] = _WRONG[model], None
+    remember(model, model.module, _QUESTION, _WRONG)
 
 
 def distrusted(model: HookedModel) -> bool:
     """Whether runs from the middle were found to give other numbers on this model, as it is."""
-    return model in _WRONG and _WRONG[model] == fingerprint(model.module)
+    return recall(model, model.module, _QUESTION) == _WRONG

@@ -234,9 +234,9 @@ class Skip(Full):
 
     def first_blocks(self) -> Sequence[int | None]:
         model, conditions = self.work.model, self.work.conditions
-        if why := why_not_skip(model) or ("" if conditions else "no conditions"):
+        if why := why_not_skip(model, self.work.tokens) or ("" if conditions else "no conditions"):
             raise Unfit(why)
-        starts = [first_block(model, condition) for condition in conditions]
+        starts = [first_block(model, condition, self.work.tokens) for condition in conditions]
         if all(start is None for start in starts):
             raise Unfit("no condition edits the blocks alone")
         return starts
@@ -247,11 +247,12 @@ class Skip(Full):
         )
 
 
-def why_not_skip(model: HookedModel) -> str:
+def why_not_skip(model: HookedModel, tokens: Tensor) -> str:
     """Why no run of a model can begin at a block; "" if one can.
 
     Args:
         model: The wrapped model.
+        tokens: What it runs on. (example, pos)
     """
     # Hooks that the caller left on the model may be anywhere, so every run is then a full one.
     if model.has_hooks():
@@ -259,23 +260,24 @@ def why_not_skip(model: HookedModel) -> str:
     if not model.can_skip():
         return "the adapter can't begin a run of this model at a block"
     # Where something goes around the blocks, starting at one would be wrong.
-    if not model.can_start_at(model.cfg.n_layers):
+    if not model.can_start_at(model.cfg.n_layers, tokens):
         return "something goes around the blocks of this model"
     return ""
 
 
-def first_block(model: HookedModel, condition: Condition) -> int | None:
+def first_block(model: HookedModel, condition: Condition, tokens: Tensor) -> int | None:
     """The first block that a condition edits; None where a run of it can't begin there.
 
     Args:
         model: The wrapped model.
         condition: What to run.
+        tokens: What the model runs on. (example, pos)
     """
     layers = [model.point(one.name).block for one in condition.interventions]
     found = [layer for layer in layers if layer is not None]
     if not found or len(found) < len(layers):
         return None
-    return min(found) if model.can_start_at(min(found)) else None
+    return min(found) if model.can_start_at(min(found), tokens) else None
 
 
 def pick(tensor: Tensor, pos: Tensor) -> Tensor:
