@@ -333,7 +333,7 @@ def donor_rows(batch: Any, source: Any, seed: int) -> Tensor:
     if not bool(fit.any(1).all()):
         raise InputError(
             "resampling needs, for each example, another one that is at least as long: "
-            f"{int((~fit.any(1)).sum())} of {len(fit)} have none. Give a larger source."
+            f"{int((~fit.any(1)).sum())} of {len(fit)} have none. Give a source with longer examples."
         )
     return torch.multinomial(fit.float(), 1, generator=gen)[:, 0]
 
