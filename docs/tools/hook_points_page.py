@@ -238,7 +238,7 @@ def page() -> str:
     lines += [
         "## Every model",
         "",
-        "The residual stream and what stands before and after the blocks; the first two under `blocks.{l}.`.",
+        "The residual stream and what comes before and after the blocks; the first two under `blocks.{l}.`.",
         "",
     ]
     points = everywhere(first)
@@ -251,7 +251,7 @@ def page() -> str:
     lines += [
         "## Hybrids",
         "",
-        "Attention, Mamba mixers and MLPs of a hybrid have the points of the tables above, each where it stands. Every "
+        "Attention, Mamba mixers and MLPs of a hybrid have the points of the tables above, each in its place. Every "
         "block has `hook_mixer_out`: the output of its mixer, or another name of `hook_attn_out`. Blocks of the tiny "
         "test models, one of each sort:",
         "",

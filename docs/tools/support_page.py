@@ -33,8 +33,8 @@ hide: [toc]
 <!-- Written by docs/tools/support_page.py, which calls every method on tiny models. Change the notes there, then run it. -->
 
 Each cell is the outcome of calling the method on tiny models of the family, with random weights, on the CPU; a test calls
-them again and fails where this page says something else. What a call has to do to count as *works* stands in
-`docs/tools/support_calls.py`: an edit must change the output and be gone afterwards, an edit of a state must leave earlier
+them again and fails where this page says something else. What a call has to do to count as *works* is in
+`docs/tools/support_calls.py`: an edit must change the output and be removed afterwards, an edit of a state must leave earlier
 positions alone and change later ones, the patched last residual must be the other run's answer, and so on.
 
 - **works**: on every model of the column, in the way that the method's page says.
@@ -44,10 +44,10 @@ positions alone and change later ones, the patched last residual must be the oth
 - **works without H, I**: these sites of [`patch_sites`](api/patching.md#sites-of-the-final-layer) don't exist in this architecture; its
   rows say why.
 - **none**: the model's class has no such thing.
-- **refused**: an error of this class, before anything is measured. The reasons stand below each table.
+- **refused**: an error of this class, before anything is measured. The reasons are below each table.
 
 `pl.dose_response` and `pl.length_transfer` are `pl.ablate` several times over, and work where it does. Which hook points
-a family has stands on the page [Hook points](hook-points.md); how compiled, adapted, offloaded and spread models behave,
+a family has is on the page [Hook points](hook-points.md); how compiled, adapted, offloaded and spread models behave,
 on [a page of its own](compiled-adapted-spread.md).
 """
 

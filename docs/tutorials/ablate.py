@@ -3,7 +3,7 @@
 #
 # Does the model use what a probe can read? The usual test removes the probe's directions and looks at the damage. This
 # tutorial runs it on a small GRU that keeps the parity of a bit string, gets an answer that is wrong, and shows what
-# stands beside every ablation here so that it isn't believed.
+# is reported beside every ablation so that it isn't believed.
 #
 # A parity can't be named without keeping it: whatever happens below, this model *does* need the variable.
 
@@ -43,7 +43,7 @@ rows[["layer", "rank", "probe_accuracy", "clean", "value", "drop", "lo", "hi"]]
 # %% [markdown]
 # ## The refit
 #
-# Was the variable gone? Train new probes on the *ablated* activations: a linear one, a small MLP, and one at each
+# Was the variable removed? Train new probes on the *ablated* activations: a linear one, a small MLP, and one at each
 # position.
 
 # %%
@@ -58,7 +58,7 @@ rows[["layer", "refit_accuracy", "refit_mlp_accuracy", "refit_position_accuracy"
 # ## The controls
 #
 # And where there is damage, as at layer 0, is it the variable's? Removing *any* directions costs something. Random
-# subspaces of the same rank and of the same variance removed stand beside: `effect` is the damage beyond theirs, and
+# subspaces of the same rank and of the same variance removed are ablated too: `effect` is the damage beyond theirs, and
 # `effect_p` the share of draws that cost as much.
 
 # %%
