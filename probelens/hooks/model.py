@@ -50,7 +50,7 @@ class HookedModel(TransformerLensMethods):
         self.module = module
         self.adapter = adapter
         self.points = Points(adapter, weakref.ref(self))
-        self.switchboard = self._switchboard = Switchboard(module, adapter)
+        self.switchboard = Switchboard(module, adapter)
 
     def __repr__(self) -> str:
         return (
@@ -203,20 +203,6 @@ class HookedModel(TransformerLensMethods):
                 f"the forward of this {type(self.module).__name__} ended before block {stop}"
             )
         return out
-
-    def _call(self, inputs: Any, mask: Any, start: int | None, extra: dict[str, Any]) -> Call:
-        return self.prepare(inputs, mask, start, extra)
-
-    def _forward(
-        self, inputs: Any, kind: ReturnType, start: int | None, stop: int | None, mask: Any, extra: Any
-    ) -> Any:
-        out = self.run(
-            self.prepare(inputs, mask, start, extra),
-            start=start,
-            stop=stop,
-            resid=None if start is None else inputs,
-        )
-        return out if stop is not None else self.adapter.output(out)
 
     def _entries(
         self, specs: Iterable[HookSpec], dir: Direction, start: int | None = None, stop: int | None = None

@@ -46,7 +46,7 @@ def faster_forwards(model: HookedModel, names: Iterable[str] = ()) -> Iterator[N
         )
     )
     with (
-        model._switchboard.instrumented(paths)
+        model.switchboard.instrumented(paths)
         if clear and faster_forwards_agree(model, paths)
         else contextlib.nullcontext()
     ):
