@@ -7,7 +7,7 @@ disjoint splits, endless training data, clean/corrupted pairs and baselines foll
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,6 +64,11 @@ class Task(Vocabulary, ABC):
         >>> batch.tokens.shape, task.vocab
         (torch.Size([2, 4]), ('a', 'b', '<bos>'))
     """
+
+    def __init__(
+        self, name: str, symbols: Sequence[str], classes: Mapping[str, Sequence[str]], *, target: str, bos: bool = False
+    ) -> None:  # fmt: skip
+        super().__init__(name, symbols, classes, target=target, bos=bos)
 
     # Defined by a subclass
 

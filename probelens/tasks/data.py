@@ -218,7 +218,14 @@ Exclude = Batch | Tensor | Iterable[Batch | Tensor] | Mapping[str, Batch]
 
 
 def parts_of(exclude: Exclude | None) -> list[Batch | Tensor]:
-    """The batches or tokens that an exclusion consists of."""
+    """The batches or tokens that an exclusion consists of.
+
+    Args:
+        exclude: What `Task.sample` takes as ``exclude``.
+
+    Returns:
+        Each batch or tensor of tokens (batch, pos), none for None.
+    """
     if exclude is None:
         return []
     if isinstance(exclude, Mapping):

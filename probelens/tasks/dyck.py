@@ -180,7 +180,16 @@ class Dyck(Task):
     def draw_pairs(
         self, n: int, length: int, read: int, label: str, rng: np.random.Generator, kind: str = "depth"
     ) -> Pairs:
-        """Strings in which one bracket is changed, so that its ``kind``, "depth" or "type", differs at ``read``."""
+        """Strings in which one bracket is changed, so that depth or type differs at ``read``.
+
+        Args:
+            n: Number of pairs.
+            length: Tokens in each string, BOS not counted.
+            read: Position that is read, BOS not counted.
+            label: Whose classes must differ there.
+            rng: The only source of randomness.
+            kind: "depth" or "type": what the changed bracket changes.
+        """
         window = slice(0, read // 2 + 1)
 
         def attempt() -> Pairs:
