@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from einops import repeat
 from torch import Tensor, nn
 
 from probelens.errors import InputError
@@ -79,7 +80,7 @@ def attention(
     )
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        key, value = (repeat(v, "b kv pos d -> b (kv group) pos d", group=groups) for v in (key, value))
     scores = torch.matmul(query, key.transpose(2, 3)) * (
         scaling if scaling is not None else query.shape[-1] ** -0.5
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 import torch
+from einops import rearrange, repeat
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -124,20 +125,19 @@ def ssd_stopping(
 def _chunks(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, first: Tensor | None, need_state: bool
 ) -> tuple[Tensor, Tensor]:
-    batch, length, heads, d_head = x.shape
-    groups, d_state = B.shape[2:]
+    length, groups = x.shape[1], B.shape[2]
     q = min(_CHUNK, length)
     pad = -length % q
     # Padding with dt = 0 neither decays nor writes.
     x, dt, B, C = (F.pad(v, (0, 0) * (v.ndim - 2) + (0, pad)) for v in (x, dt, B, C))
-    # (batch, chunk, group, head of the group, step, ...), so that groups broadcast over their heads
-    u = (dt[..., None] * x).unflatten(2, (groups, -1)).unflatten(1, (-1, q)).permute(0, 1, 3, 4, 2, 5)
-    B, C = (v.unflatten(1, (-1, q)).transpose(2, 3)[:, :, :, None] for v in (B, C))
+    # One axis of groups and one of the heads in a group, so that B and C broadcast over the heads that share them.
+    u = rearrange(dt[..., None] * x, "b (chunk q) (g h) d -> b chunk g h q d", q=q, g=groups)
+    B, C = (rearrange(v, "b (chunk q) g state -> b chunk g 1 q state", q=q) for v in (B, C))
     # The decay from step j to step i is exp of a difference of sums; in float32 that difference would
     # lose digits where the sums are large.
     wide = torch.float32 if x.device.type == "mps" else torch.float64
-    total = (dt * A).to(wide).unflatten(1, (-1, q)).cumsum(2).permute(0, 1, 3, 2)
-    total = total.unflatten(2, (groups, -1))
+    total = rearrange((dt * A).to(wide), "b (chunk q) heads -> b chunk q heads", q=q).cumsum(2)
+    total = rearrange(total, "b chunk q (g h) -> b chunk g h q", g=groups)
     upper = torch.ones(q, q, dtype=torch.bool, device=x.device).triu(1)
     between = (total[..., :, None] - total[..., None, :]).masked_fill(upper, -torch.inf).to(x.dtype).exp()
     inside = ((C @ B.transpose(-1, -2)) * between) @ u
@@ -146,7 +146,8 @@ def _chunks(
     ends = total.shape[1] - (not need_state)
     to_end = (total[:, :ends, ..., -1:] - total[:, :ends]).to(x.dtype).exp()
     written = (u[:, :ends] * to_end[..., None]).transpose(-1, -2) @ B[:, :ends]
-    states = [(_first_state(x, B, None) if first is None else first).unflatten(1, (groups, -1))]
+    begin = _first_state(x, B, None) if first is None else first
+    states = [rearrange(begin, "b (g h) d state -> b g h d state", g=groups)]
     for chunk_decay, chunk_written in zip(since_start[..., -1].unbind(1), written.unbind(1)):
         states.append(torch.addcmul(chunk_written, chunk_decay[..., None, None], states[-1]))
     y = inside
@@ -154,8 +155,8 @@ def _chunks(
         before = states[: total.shape[1]]
         start = before[0][:, None] if len(before) == 1 else torch.stack(before, dim=1)
         y = y + (C @ start.transpose(-1, -2)) * since_start[..., None]
-    y = y.permute(0, 1, 4, 2, 3, 5).reshape(batch, length + pad, heads, d_head)
-    return y[:, :length], states[-1].reshape(batch, heads, d_head, d_state) if need_state else x.new_empty(0)
+    y = rearrange(y, "b chunk g h q d -> b (chunk q) (g h) d")[:, :length]
+    return y, rearrange(states[-1], "b g h d state -> b (g h) d state") if need_state else x.new_empty(0)
 
 
 def _all_states(
@@ -209,7 +210,7 @@ def _read(state: Tensor, C: Tensor, x: Tensor, D: Tensor | None) -> Tensor:
 
 
 def _to_heads(v: Tensor, heads: int) -> Tensor:
-    return v.repeat_interleave(heads // v.shape[-2], dim=-2)
+    return repeat(v, "... groups state -> ... (groups each) state", each=heads // v.shape[-2])
 
 
 def _per_head(D: Tensor, dtype: torch.dtype) -> Tensor:
