@@ -83,13 +83,8 @@ class GenericHF(HFTransformer):
         return super().instrument(path, tap)
 
     def faster_paths(self) -> list[str]:
-        mixers = [
-            join(path, parts.mixer_out or "")
-            for path, parts in zip(self.blocks, self.block_parts, strict=True)
-        ]
-        return _mamba.faster_mixers(
-            self, [path for path in mixers if _has_inside(self.module.get_submodule(path))]
-        )
+        mixers = [join(path, parts.mixer_out or "") for path, parts in zip(self.blocks, self.block_parts, strict=True)]
+        return _mamba.faster_mixers(self, [path for path in mixers if _has_inside(self.module.get_submodule(path))])
 
     # -- models whose residual stream is more than a sum --------------------------------------------------------
 
@@ -180,9 +175,7 @@ class Generic(Adapter):
         else:
             self.blocks = [path for path in blocks if self._get(path, "blocks") is not None]
         if not self.blocks:
-            raise InputError(
-                f"blocks={blocks!r} has no submodules. Lists in this module: {_lists(module) or 'none'}"
-            )
+            raise InputError(f"blocks={blocks!r} has no submodules. Lists in this module: {_lists(module) or 'none'}")
         for part, path in (("embed", embed), ("ln_final", ln_final), ("unembed", unembed)):
             if path is not None:
                 self._get(path, part)

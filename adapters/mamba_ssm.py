@@ -61,19 +61,13 @@ class MambaSSM(Adapter):
             d_vocab_out=vocab if "unembed" in self.parts else 0,
             model_name=type(module).__name__,
             architecture=self.name,
-            extra={
-                k: v
-                for k in ("d_state", "d_conv", "expand")
-                if (v := getattr(inner.layers[0].mixer, k, None))
-            },
+            extra={k: v for k in ("d_state", "d_conv", "expand") if (v := getattr(inner.layers[0].mixer, k, None))},
         )
 
     @classmethod
     def matches(cls, module: Any) -> bool:
         names = ("MambaLMHeadModel", "MixerModel")
-        return any(
-            k.__name__ in names and k.__module__.startswith("mamba_ssm.") for k in type(module).__mro__
-        )
+        return any(k.__name__ in names and k.__module__.startswith("mamba_ssm.") for k in type(module).__mro__)
 
     # -- hook points -------------------------------------------------------------------------------------
 
@@ -102,11 +96,7 @@ class MambaSSM(Adapter):
             note = "neurons, before the MLP's output projection"
             points.append(
                 self.boundary(
-                    prefix + "mlp.hook_post",
-                    join(path, "mlp.fc2"),
-                    "in",
-                    axes=("batch", "pos", "d_mlp"),
-                    note=note,
+                    prefix + "mlp.hook_post", join(path, "mlp.fc2"), "in", axes=("batch", "pos", "d_mlp"), note=note
                 )
             )
             note = "what the MLP adds to the residual stream"
@@ -114,11 +104,7 @@ class MambaSSM(Adapter):
         return points
 
     def absent(self, name: str) -> str | None:
-        if (
-            name.endswith((".hook_attn_out", ".hook_mlp_out", ".hook_resid_mid"))
-            or ".attn." in name
-            or ".mlp." in name
-        ):
+        if name.endswith((".hook_attn_out", ".hook_mlp_out", ".hook_resid_mid")) or ".attn." in name or ".mlp." in name:
             return "this block has no such part; use hook_mixer_out"
         return None
 
@@ -151,11 +137,7 @@ class MambaSSM(Adapter):
 
     def instrumented_paths(self) -> list[str]:
         mixers = [join(path, "mixer") for path in self.blocks]
-        return [
-            self.backbone,
-            *self.blocks,
-            *(m for m in mixers if hasattr(self.module.get_submodule(m), "A_log")),
-        ]
+        return [self.backbone, *self.blocks, *(m for m in mixers if hasattr(self.module.get_submodule(m), "A_log"))]
 
     @contextlib.contextmanager
     def instrument(self, path: str, tap: Tap) -> Iterator[None]:
@@ -210,9 +192,7 @@ class MambaSSM(Adapter):
             def forward(hidden: Tensor, residual: Tensor | None = None, **kw: Any) -> Any:
                 if threading.get_ident() != thread:
                     return native(hidden, residual, **kw)
-                return (
-                    (torch.zeros_like(hidden), resid) if index == len(self.blocks) - 1 else (hidden, residual)
-                )
+                return (torch.zeros_like(hidden), resid) if index == len(self.blocks) - 1 else (hidden, residual)
 
             return forward
 

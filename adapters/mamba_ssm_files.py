@@ -80,9 +80,7 @@ def load(name: str, *, dtype: torch.dtype | None = None, **hub: Any) -> nn.Modul
     config = {**_DEFAULTS, **read_config(name, **hub)}
     module = _empty(name, config)
     weights = _weights(name, hub)
-    weights = {
-        key.replace("backbone.embedding.", "backbone.embeddings."): value for key, value in weights.items()
-    }
+    weights = {key.replace("backbone.embedding.", "backbone.embeddings."): value for key, value in weights.items()}
     if config["tie_embeddings"]:
         weights.setdefault("lm_head.weight", weights.get("backbone.embeddings.weight", torch.empty(0)))
     try:
@@ -126,9 +124,7 @@ def _empty(name: str, config: dict[str, Any]) -> nn.Module:
         if not second:
             return transformers.MambaForCausalLM(transformers.MambaConfig(**options))
         module: nn.Module = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**options))
-    if options["n_groups"] > 1 and not hasattr(
-        module.get_submodule("backbone.layers.0.mixer.norm"), "group_size"
-    ):
+    if options["n_groups"] > 1 and not hasattr(module.get_submodule("backbone.layers.0.mixer.norm"), "group_size"):
         raise InputError(
             f"{name!r} norms its {options['n_groups']} groups apart, which transformers "
             f"{transformers.__version__} doesn't: upgrade it (5.15 and later do)"

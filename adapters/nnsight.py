@@ -51,16 +51,12 @@ class NNsight(Adapter):
 
     @classmethod
     def matches(cls, module: Any) -> bool:
-        return any(
-            c.__name__ == "Envoy" and c.__module__.startswith("nnsight.") for c in type(module).__mro__
-        )
+        return any(c.__name__ == "Envoy" and c.__module__.startswith("nnsight.") for c in type(module).__mro__)
 
     @classmethod
     def adapt(cls, module: Any, remote: bool | str = False, **options: Any) -> Adapter:
         if not cls.matches(module):
-            raise AdapterNotFoundError(
-                f"adapter 'nnsight' wraps nnsight models, not a {type(module).__name__}"
-            )
+            raise AdapterNotFoundError(f"adapter 'nnsight' wraps nnsight models, not a {type(module).__name__}")
         if any(envoy._edits for envoy in [module, *module.modules()]):
             raise InputError(
                 "this nnsight model has default edits (model.edit), which only its own traces apply. "
@@ -164,10 +160,7 @@ class Remote(Adapter):
             with _by_value():
                 kept, refused, out = _trace(self.model, self.remote, visits, stop, call)
         except Exception as err:
-            if (
-                not (isinstance(err, TypeError) and "pickle" in str(err))
-                and type(err).__name__ != "PicklingError"
-            ):
+            if not (isinstance(err, TypeError) and "pickle" in str(err)) and type(err).__name__ != "PicklingError":
                 raise
             raise InputError(
                 f"a hook can't be sent to where the model runs: {err}. What a hook uses travels with it: tensors, "
@@ -194,13 +187,7 @@ class Remote(Adapter):
         layer = point.block
         # What a hook is told travels with it, so it is made of nothing that only exists here.
         hook = SimpleNamespace(
-            name=name,
-            axes=point.axes,
-            pos=None,
-            length=None,
-            pos_axis=point.pos_axis,
-            ctx={},
-            layer=lambda: layer,
+            name=name, axes=point.axes, pos=None, length=None, pos_axis=point.pos_axis, ctx={}, layer=lambda: layer
         )
         fns = [(number, None if entry.reads else entry.fn) for number, entry in entries]
         assert point.site is not None
@@ -246,9 +233,7 @@ def _trace(
             return type(value)(**{k: new if v is old else v for k, v in value.items()})
         return type(value)(new if v is old else v for v in value)
 
-    places = [
-        (envoy, site.side, site.index, site.heads, site.scale, hook, fns) for envoy, site, hook, fns in visits
-    ]
+    places = [(envoy, site.side, site.index, site.heads, site.scale, hook, fns) for envoy, site, hook, fns in visits]
     kwargs = dict(call.kwargs)
     kept: dict[int, Tensor] = {}
     refused: dict[int, str] = {}
@@ -270,9 +255,7 @@ def _trace(
                     continue
                 new = fn(seen, hook=hook)
                 if new is not None and (not isinstance(new, torch.Tensor) or new.shape != seen.shape):
-                    refused[number] = (
-                        str(tuple(new.shape)) if isinstance(new, torch.Tensor) else type(new).__name__
-                    )
+                    refused[number] = str(tuple(new.shape)) if isinstance(new, torch.Tensor) else type(new).__name__
                 elif new is not None:
                     seen = new.to(device=seen.device, dtype=seen.dtype)
             if any(fn is not None for number, fn in fns):

@@ -79,9 +79,7 @@ class TorchRNN(Adapter):
         names = [path for path, _ in module.named_modules()]
         for part, path in self.parts.items():
             if path not in names:
-                raise InputError(
-                    f"{part}={path!r}: {type(module).__name__} has no such submodule. Found: {names[1:6]}"
-                )
+                raise InputError(f"{part}={path!r}: {type(module).__name__} has no such submodule. Found: {names[1:6]}")
         table, head = (
             unadapted(module.get_submodule(self.parts[part])) if part in self.parts else None
             for part in ("embed", "unembed")
@@ -93,11 +91,7 @@ class TorchRNN(Adapter):
             d_vocab_out=int(getattr(head, "out_features", 0) or 0),
             model_name=type(module).__name__,
             architecture=self.name,
-            extra={
-                "cell": last.mode.lower(),
-                "bidirectional": last.bidirectional,
-                "hidden_size": last.hidden_size,
-            },
+            extra={"cell": last.mode.lower(), "bidirectional": last.bidirectional, "hidden_size": last.hidden_size},
         )
 
     @classmethod
@@ -122,15 +116,10 @@ class TorchRNN(Adapter):
     def block_points(self, layer: int, path: str) -> list[HookPoint]:
         rnn, prefix = self._rnn(path), f"blocks.{layer}."
         points = []
-        for name, side, alias in (
-            ("hook_resid_pre", "in", "rnn.hook_in"),
-            ("hook_resid_post", "out", "rnn.hook_out"),
-        ):
+        for name, side, alias in (("hook_resid_pre", "in", "rnn.hook_in"), ("hook_resid_post", "out", "rnn.hook_out")):
             options: dict[str, Any] = {"aliases": (prefix + alias,), "note": _NOTES[name]}
             if rnn.num_layers == 1:
-                points.append(
-                    self.boundary(prefix + name, path, side, batch_first=rnn.batch_first, **options)
-                )
+                points.append(self.boundary(prefix + name, path, side, batch_first=rnn.batch_first, **options))
             else:
                 points.append(self.interior(prefix + name, path, axes=RESID, **options))
         before, after = points
@@ -177,11 +166,7 @@ class TorchRNN(Adapter):
         return swapped_forward(rnn, forward)
 
     def absent(self, name: str) -> str | None:
-        if (
-            ".attn." in name
-            or ".mlp." in name
-            or name.endswith(("attn_out", "mlp_out", "resid_mid", "mixer_out"))
-        ):
+        if ".attn." in name or ".mlp." in name or name.endswith(("attn_out", "mlp_out", "resid_mid", "mixer_out")):
             return "a recurrent layer has no attention, MLP or mixer; use hook_resid_post, rnn.hook_h or its gates"
         if ".hook_c" in name or ".hook_gate" in name:
             return f"this layer is a {self.cfg.extra['cell'].upper()}"
@@ -220,9 +205,7 @@ class TorchRNN(Adapter):
         native = rnn.forward
 
         class Stop(_Passive):
-            def __call__(
-                self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None
-            ) -> Tensor:
+            def __call__(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
                 if name == f"{j}.hook_in" and threading.get_ident() == thread:
                     raise StopForward(tensor)
                 return tensor
@@ -249,8 +232,7 @@ class TorchRNN(Adapter):
                 path = self.after_blocks()
                 resid = resid.to(device_of(self.module.get_submodule(path)) or resid.device)
                 handle = self.module.get_submodule(path).register_forward_pre_hook(
-                    lambda m, args: (resid, *args[1:]) if threading.get_ident() == thread else None,
-                    prepend=True,
+                    lambda m, args: (resid, *args[1:]) if threading.get_ident() == thread else None, prepend=True
                 )
                 stack.callback(handle.remove)
                 yield
@@ -292,9 +274,7 @@ class TorchRNN(Adapter):
 class _Passive:
     """A tap that listens nowhere; the base of those that watch one point."""
 
-    def __call__(
-        self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None
-    ) -> Tensor:
+    def __call__(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
         return tensor
 
     def wants(self, name: str) -> bool:
@@ -313,9 +293,7 @@ class _Both(_Passive):
     def __init__(self, first: Any, second: Any) -> None:
         self.first, self.second = first or _Passive(), second
 
-    def __call__(
-        self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None
-    ) -> Tensor:
+    def __call__(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
         return self.second(name, self.first(name, tensor, pos, length), pos, length)
 
     def wants(self, name: str) -> bool:
@@ -356,9 +334,7 @@ def _blank(rnn: nn.RNNBase, native: Any, thread: int) -> Any:
         if isinstance(input, PackedSequence):
             zeros = input._replace(data=zeros)
         batch = (
-            int(input.batch_sizes[0])
-            if isinstance(input, PackedSequence)
-            else data.shape[0 if rnn.batch_first else 1]
+            int(input.batch_sizes[0]) if isinstance(input, PackedSequence) else data.shape[0 if rnn.batch_first else 1]
         )
         layers = rnn.num_layers * (2 if rnn.bidirectional else 1)
         h = data.new_zeros(layers, batch, rnn.proj_size or rnn.hidden_size)

@@ -140,9 +140,7 @@ class TransformerLens(Adapter):
         names = [name for name in _AROUND if name.startswith("hook_")]
         inside = [f"{path}.{name}" for path in self.blocks for name in _INSIDE]
         names += [*inside, *(name for name in _AROUND if not name.startswith("hook_"))]
-        return [
-            self._point(name) for name in names if name in self._own and id(self._own[name]) in self._reached
-        ]
+        return [self._point(name) for name in names if name in self._own and id(self._own[name]) in self._reached]
 
     def _point(self, name: str) -> HookPoint:
         own = self._own[name]
@@ -156,9 +154,7 @@ class TransformerLens(Adapter):
         tail = in_block(name)[1]
         if name not in self._own or tail in _FOREIGN or tail in _INSIDE or tail in _AROUND:
             return None
-        return HookPoint(
-            name, "boundary", (), self._own[name].name or name, note="TransformerLens' own point"
-        )
+        return HookPoint(name, "boundary", (), self._own[name].name or name, note="TransformerLens' own point")
 
     def absent(self, name: str) -> str | None:
         if name.endswith(_FOREIGN):
@@ -276,9 +272,7 @@ def _only(point: nn.Module, reached: set[int]) -> Iterator[None]:
     before = point._forward_hooks
     point._forward_hooks = OrderedDict()
     handle = point.register_forward_hook(
-        lambda m, args, out: (
-            reached.add(id(point)) if isinstance(out, Tensor) and out.is_floating_point() else None
-        )
+        lambda m, args, out: reached.add(id(point)) if isinstance(out, Tensor) and out.is_floating_point() else None
     )
     try:
         yield

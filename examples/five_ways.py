@@ -218,9 +218,7 @@ def case_flipping() -> Case:
         here("… by variance-matched random subspaces", numbers["line_matched_drop"]),
     )
     says = by_probe(row["probe_accuracy"], row["baseline"])
-    return Case(
-        "flipping", "with a sign that changes with the position", USED, naive, says, steps, bars, numbers
-    )
+    return Case("flipping", "with a sign that changes with the position", USED, naive, says, steps, bars, numbers)
 
 
 def case_spare() -> Case:
@@ -229,10 +227,7 @@ def case_spare() -> Case:
     one = pl.ablate(made.model, made.held, read, label="y").targets()[0]
     row = _erased(made, "y")
     naive = f"the probe's direction removed: drop {one['drop']:.2f}"
-    steps = (
-        (f"the same, with its refit: {_ablated(one)}", judge(one)),
-        (f"LEACE of y: {_ablated(row)}", judge(row)),
-    )
+    steps = ((f"the same, with its refit: {_ablated(one)}", judge(one)), (f"LEACE of y: {_ablated(row)}", judge(row)))
     numbers = {**_numbers(one, "one_"), **_numbers(row)}
     bars = (
         usual("answers lost without the probe's direction", one["drop"]),
@@ -269,15 +264,10 @@ CASES: tuple[Callable[[], Case], ...] = (
 
 def table(found: list[Case]) -> str:
     """The cases as a Markdown table: truth, the usual method, this library."""
-    lines = [
-        "| the variable is | truth | usual method | says | measured here | says |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = ["| the variable is | truth | usual method | says | measured here | says |", "|---|---|---|---|---|---|"]
     for case in found:
         for i, (step, says) in enumerate(case.steps):
-            head = (
-                (case.title, case.truth, case.naive, f"**{case.naive_says}**") if i == 0 else ("", "", "", "")
-            )
+            head = (case.title, case.truth, case.naive, f"**{case.naive_says}**") if i == 0 else ("", "", "", "")
             lines.append("| " + " | ".join([*head, step, f"**{says}**"]) + " |")
     return "\n".join(lines)
 
@@ -302,9 +292,7 @@ def figure(case: Case) -> str:
         guess = "" if bar.guess is None else f", a guess {bar.guess:.2f}"
         spoken.append(f"{bar.what}: {bar.value:.2f}{guess}")
         parts.append(_text(LABEL - 10, top + 13, bar.what, INK, anchor="end"))
-        parts.append(
-            f'<rect x="{LABEL}" y="{top}" width="{length:.1f}" height="16" fill="{COLORS[bar.who]}"/>'
-        )
+        parts.append(f'<rect x="{LABEL}" y="{top}" width="{length:.1f}" height="16" fill="{COLORS[bar.who]}"/>')
         if bar.guess is not None:
             x = LABEL + WIDE * bar.guess
             parts.append(
@@ -319,9 +307,7 @@ def figure(case: Case) -> str:
     title = escape(f"{case.title}. " + "; ".join(spoken) + ".")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LABEL + WIDE + 50} {height}" role="img" '
-        f'font-family="system-ui, sans-serif" font-size="14"><title>{title}</title>'
-        + "".join(parts)
-        + "</svg>\n"
+        f'font-family="system-ui, sans-serif" font-size="14"><title>{title}</title>' + "".join(parts) + "</svg>\n"
     )
 
 

@@ -157,9 +157,7 @@ def entry(source: int, to: int, size: float = 1.0) -> Tensor:
 
 def unused() -> World:
     """z is in the residual stream, and the second block reads y only."""
-    return world(
-        {"y": (2, {8: 1.0}), "z": (2, {9: 2.0})}, {8: 0.25, 9: 0.5}, None, None, lambda x: x[..., 8], {}
-    )
+    return world({"y": (2, {8: 1.0}), "z": (2, {9: 2.0})}, {8: 0.25, 9: 0.5}, None, None, lambda x: x[..., 8], {})
 
 
 def twice() -> World:
@@ -190,9 +188,7 @@ def flipping() -> World:
 
 def spare() -> World:
     """y has large amplitude along one axis, which is read, and small amplitude along another, which a probe prefers."""
-    return world(
-        {"y": (2, {8: 4.0, 9: 1.0})}, {8: 0.5, 9: 0.1}, None, None, lambda x: x[..., 8], {}, turn=False
-    )
+    return world({"y": (2, {8: 4.0, 9: 1.0})}, {8: 0.5, 9: 0.1}, None, None, lambda x: x[..., 8], {}, turn=False)
 
 
 def crowded(n: int = 800, answers: int = 64, width: int = 8, noise: float = 0.3) -> World:

@@ -21,10 +21,7 @@ from probelens.experiments import RunRecord, Status, Store
 from probelens.experiments.recipe import finished_rows, run_recipe, settings_of
 from probelens.experiments.settings import at_least
 
-LABELS = {
-    "depth": "depth (open brackets, 0 to 10)",
-    "top": "top of stack (type of the innermost open bracket)",
-}
+LABELS = {"depth": "depth (open brackets, 0 to 10)", "top": "top of stack (type of the innermost open bracket)"}
 NAMES = {"lstm": "LSTM", "gru": "GRU", "transformer": "Transformer", "mamba": "Mamba", "mamba2": "Mamba-2"}
 LENGTHS = (40, 60, 80, 100, 120)
 
@@ -68,7 +65,7 @@ class Config:
 
 # `smoke` only proves that everything runs: its models don't learn the task.
 PRESETS: dict[str, dict[str, Any]] = {
-    "smoke": {"steps": 30, "n_probe": 30, "n_ablate": 8, "n_pairs": 4, "controls": 2, "length": 16},
+    "smoke": {"steps": 30, "n_probe": 30, "n_ablate": 8, "n_pairs": 4, "controls": 2, "length": 16}
 }
 
 
@@ -87,9 +84,7 @@ def train_model(
     recurrent_state = config["arch"] in ("mamba", "mamba2")
 
     def show(step: Mapping[str, Any]) -> None:
-        status.update(
-            "training, step", int(step["step"]), config["steps"], f"accuracy {step['accuracy']:.2f}"
-        )
+        status.update("training, step", int(step["step"]), config["steps"], f"accuracy {step['accuracy']:.2f}")
 
     result = pl.training.train(
         model, task, checkpoint_dir=folder, progress=show, backend="reference" if recurrent_state else None,
@@ -109,12 +104,8 @@ def run_cell(config: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
     model, training = train_model(config, folder, status)
     lengths = tuple(dict.fromkeys((config["length"], *LENGTHS)))
     status.update("measuring, part", 0, 2)
-    behaviour = pl.training.evaluate(
-        model, task, lengths, n=128, trained_length=config["length"], seed=config["seed"]
-    )
-    fresh = pl.models.FormalConfig.for_task(
-        config["arch"], task, seed=config["seed"] + 1000, embedding_std=1.0
-    )
+    behaviour = pl.training.evaluate(model, task, lengths, n=128, trained_length=config["length"], seed=config["seed"])
+    fresh = pl.models.FormalConfig.for_task(config["arch"], task, seed=config["seed"] + 1000, embedding_std=1.0)
     pairs = {
         name: aligned(
             task.pairs(40 * config["n_pairs"], config["length"], config["seed"], label="state", kind=kind),

@@ -48,9 +48,7 @@ def read(config: Mapping[str, Any], folder: Path) -> Cell:
     )
 
 
-def write(
-    store: Store, cells: Sequence[tuple[Mapping[str, Any], Path]], config: Any, record: RunRecord
-) -> Path:
+def write(store: Store, cells: Sequence[tuple[Mapping[str, Any], Path]], config: Any, record: RunRecord) -> Path:
     """Write ``report.html`` into the run folder."""
     found = [read(about, folder) for about, folder in cells]
     names = " and ".join(f"the {cell.name}" for cell in found)
@@ -119,9 +117,7 @@ def _ablated(result: pl.AblationResult) -> str:
         if drops:
             means[kind] = 100 * sum(drops) / len(drops)
     where = "the embedding" if worst["layer"] == -1 else f"layer {worst['layer']}"
-    text = (
-        f"removing the probe's subspace costs most at {where}, {100 * worst['drop']:.0f} points of accuracy"
-    )
+    text = f"removing the probe's subspace costs most at {where}, {100 * worst['drop']:.0f} points of accuracy"
     if means:
         said = {"random": "of equal rank", "random_matched": "that remove equal variance"}
         text += f" (random subspaces {', '.join(f'{said[k]} {v:.0f}' for k, v in means.items())})"
@@ -223,12 +219,7 @@ def _needed(cell: Cell, config: Any) -> Section:
     )
     tables = [Table(f"{cell.name}: ablations by layer", rows)]
     return Section(
-        f"Needed: {cell.name}",
-        text,
-        charts,
-        tables,
-        note,
-        explain=("ablation", "refit", "random", "tautological"),
+        f"Needed: {cell.name}", text, charts, tables, note, explain=("ablation", "refit", "random", "tautological")
     )
 
 
@@ -256,13 +247,11 @@ def _sufficient(cells: Sequence[Cell]) -> Section:
         "copied into the corrupted run, and the answer at the last position is read again. Position 0 is the start token. "
         "All pairs of a map were edited at the position marked."
     )
-    note = "The last layer at the last position restores all of it by construction, since the answer is read from there."
+    note = (
+        "The last layer at the last position restores all of it by construction, since the answer is read from there."
+    )
     return Section(
-        "Sufficient",
-        text,
-        charts,
-        note="\n\n".join([note, *missing]),
-        explain=("patching", "recovery", "vacuous"),
+        "Sufficient", text, charts, note="\n\n".join([note, *missing]), explain=("patching", "recovery", "vacuous")
     )
 
 

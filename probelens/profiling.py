@@ -61,12 +61,7 @@ class Profile(Result):
         Column("model", str, "Name of the model."),
         *ProbeResult.columns,
         *(dataclasses.replace(c, type=c.type | None) for c in ABLATION if c.name in _COST),
-        Column(
-            "drop_lo",
-            float | None,
-            "Lower end of the 95 % interval of the drop, over sequences.",
-            "fraction of 1",
-        ),
+        Column("drop_lo", float | None, "Lower end of the 95 % interval of the drop, over sequences.", "fraction of 1"),
         Column("drop_hi", float | None, "Upper end of it.", "fraction of 1"),
     )
 
@@ -126,19 +121,13 @@ class Profile(Result):
         Returns:
             Sentences, one per line.
         """
-        known = (
-            f"{percent(self.behaviour['all'])} ({percent(self.behaviour['late'])} after position {WARM_UP})"
-        )
-        lines = [
-            f"{self.model} on {self.task.get('task', 'a task')} of length {self.length}, own accuracy {known}."
-        ]
+        known = f"{percent(self.behaviour['all'])} ({percent(self.behaviour['late'])} after position {WARM_UP})"
+        lines = [f"{self.model} on {self.task.get('task', 'a task')} of length {self.length}, own accuracy {known}."]
         read = self.probes.findings()[1:]
         for label, found in self.indices.items():
             lines.append(f"{label}: {found.verdict}, {found.reason}.")
             start = next((i for i, line in enumerate(read) if line.startswith(f"{label}: ")), len(read))
-            own = read[start : start + 1] + [
-                line for line in read[start + 1 : start + 2] if line.startswith("  ")
-            ]
+            own = read[start : start + 1] + [line for line in read[start + 1 : start + 2] if line.startswith("  ")]
             lines += [line.removeprefix(f"{label}: ").strip() for line in own]
             lines += self.ablations[label].findings()[1:] if label in self.ablations else []
         lines += [
@@ -242,15 +231,7 @@ def profile(
             continue
         indices[label] = profile_indices(scores[None], baseline[label], solved=behaviour["late"], seed=seed)
     return Profile(
-        probes,
-        ablations,
-        patches,
-        indices,
-        behaviour,
-        baseline,
-        dict(task.config),
-        length,
-        model.cfg.model_name,
+        probes, ablations, patches, indices, behaviour, baseline, dict(task.config), length, model.cfg.model_name
     )
 
 
@@ -275,9 +256,7 @@ def _behaviour(model: HookedModel, batch: Any, target: str, batch_size: int) -> 
         return (logits.argmax(-1) == answer).float()
 
     read = Read(right, None, {"answer": batch.labels[target]})
-    found = sweep(
-        model, batch.tokens, (), read, batch_size=batch_size, attention_mask=batch.attention_mask
-    ).base
+    found = sweep(model, batch.tokens, (), read, batch_size=batch_size, attention_mask=batch.attention_mask).base
     late = batch.mask.clone()
     late[:, : WARM_UP + 1] = False
     if not bool(late.any()):

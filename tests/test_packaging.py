@@ -21,16 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 FOLDERS = {"probelens": "probelens", "adapters": "probelens/adapters", "examples": "probelens/examples"}
-HEAVY = (
-    "transformers",
-    "pandas",
-    "sklearn",
-    "plotly",
-    "scipy",
-    "pyarrow",
-    "probelens.adapters",
-    "probelens.examples",
-)
+HEAVY = ("transformers", "pandas", "sklearn", "plotly", "scipy", "pyarrow", "probelens.adapters", "probelens.examples")
 
 
 def installed_path(path: Path) -> str:
@@ -50,9 +41,7 @@ def run_python(code: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 
 
 def loaded_after(code: str) -> list[str]:
-    done = run_python(
-        f"{code}\nimport json, sys\nprint(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
-    )
+    done = run_python(f"{code}\nimport json, sys\nprint(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -150,9 +139,7 @@ def test_heavy_packages_are_imported_inside_functions() -> None:
     found = []
     for path in sources():
         where = installed_path(path)
-        if where in estimators or where.startswith(
-            ("probelens/adapters", "probelens/examples", "probelens/models")
-        ):
+        if where in estimators or where.startswith(("probelens/adapters", "probelens/examples", "probelens/models")):
             continue
         for node in ast.parse(path.read_text()).body:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
@@ -165,9 +152,7 @@ def test_heavy_packages_are_imported_inside_functions() -> None:
 def test_no_core_module_imports_an_adapter_while_it_is_imported() -> None:
     pattern = re.compile(r"^(from|import) +(probelens\.adapters|\.+adapters)\b", re.M)
     offenders = [
-        installed_path(p)
-        for p in sources()
-        if p.is_relative_to(ROOT / "probelens") and pattern.search(p.read_text())
+        installed_path(p) for p in sources() if p.is_relative_to(ROOT / "probelens") and pattern.search(p.read_text())
     ]
     assert not offenders
 
@@ -193,8 +178,7 @@ def test_one_version_everywhere() -> None:
 
 
 README_COMMANDS = [
-    "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e . "
-    "&& .venv/bin/probelens run quickstart",
+    "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e . && .venv/bin/probelens run quickstart",
     'python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e ".[dev]" && .venv/bin/pytest',
 ]
 
@@ -232,10 +216,7 @@ def test_wheel_holds_every_module_the_type_marker_and_the_page_of_reports(tmp_pa
     (wheel,) = tmp_path.glob("*.whl")
     inside = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
     assets = {installed_path(p) for p in (ROOT / "probelens/results/report/assets").iterdir()}
-    assert {installed_path(p) for p in sources()} | {
-        "probelens/py.typed",
-        "probelens/__init__.pyi",
-    } | assets <= inside
+    assert {installed_path(p) for p in sources()} | {"probelens/py.typed", "probelens/__init__.pyi"} | assets <= inside
     assert {n.partition("/")[0] for n in inside} == {"probelens"}
     assert wheel.stat().st_size < 2_000_000
 

@@ -89,9 +89,7 @@ def sizes(paths: dict[str, Path]) -> set[str]:
             found.add(f"{name} has a leading underscore")
         if len(path.read_text().splitlines()) > MOST_LINES:
             found.add(f"{name} is too long")
-    found |= {
-        f"{p.relative_to(ROOT).as_posix()} has too many files" for p, n in folders.items() if n > MOST_FILES
-    }
+    found |= {f"{p.relative_to(ROOT).as_posix()} has too many files" for p, n in folders.items() if n > MOST_FILES}
     top = [p for p in (ROOT / "probelens").iterdir() if p.is_file()]
     return found | ({"probelens has too many files"} if len(top) > MOST_AT_THE_TOP else set())
 
@@ -118,9 +116,7 @@ def later():
 """
     assert imported(text, modules) == {"errors", "hooks.model", "probing.probe"}
     assert (
-        imported("import probelens as pl", modules)
-        == imported("from probelens import wrap", modules)
-        == {"probelens"}
+        imported("import probelens as pl", modules) == imported("from probelens import wrap", modules) == {"probelens"}
     )
     assert imported("from probelens import __version__", modules) == set()
     graph = {

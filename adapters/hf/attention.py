@@ -73,17 +73,11 @@ def attention(
                 tensor = tap(name, tensor.transpose(1, 2)).transpose(1, 2) if swap else tap(name, tensor)
         return tensor
 
-    query, key, value = (
-        tapped("hook_q", query, True),
-        tapped("hook_k", key, True),
-        tapped("hook_v", value, True),
-    )
+    query, key, value = (tapped("hook_q", query, True), tapped("hook_k", key, True), tapped("hook_v", value, True))
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (repeat(v, "b kv pos d -> b (kv group) pos d", group=groups) for v in (key, value))
-    scores = torch.matmul(query, key.transpose(2, 3)) * (
-        scaling if scaling is not None else query.shape[-1] ** -0.5
-    )
+    scores = torch.matmul(query, key.transpose(2, 3)) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     causal = kwargs.get("is_causal")

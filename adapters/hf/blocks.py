@@ -165,9 +165,7 @@ def _mlp(block: nn.Module) -> dict[str, Any]:
     if up is None:
         fused = first_child(inner, ("gate_up_proj", "input_linear"))
         what = (
-            f"its gate and its input are one projection, {join(mlp, fused)}"
-            if fused
-            else "it is a mixture of experts"
+            f"its gate and its input are one projection, {join(mlp, fused)}" if fused else "it is a mixture of experts"
         )
         found["absent"] = {
             "hook_pre": f"this MLP has no such layer: {what}",
@@ -222,9 +220,7 @@ def _order(block: nn.Module, config: Any, found: dict[str, Any]) -> None:
         return
     if all(first_child(block, (name,)) for name in ("block_sparse_moe", "shared_mlp")):
         found.update(mlp_out=None)
-        found["absent"]["hook_mlp_out"] = (
-            "what this block adds is the sum of two MLPs, block_sparse_moe and shared_mlp"
-        )
+        found["absent"]["hook_mlp_out"] = "what this block adds is the sum of two MLPs, block_sparse_moe and shared_mlp"
     for after_attention, after_mlp in _SANDWICH:
         if first_child(block, (after_mlp,)) and first_child(block, (after_attention,)):
             found.update(attn_out=after_attention if found["attention"] else None, mlp_out=after_mlp)

@@ -24,8 +24,7 @@ _FINAL_NORMS = (
 def is_hf(module: Any) -> bool:
     """Whether a module is a transformers model, found out without importing transformers."""
     return isinstance(module, nn.Module) and any(
-        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.")
-        for cls in type(module).__mro__
+        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.") for cls in type(module).__mro__
     )
 
 
@@ -138,12 +137,7 @@ class HFAdapter(Adapter):
 
 
 def load_pretrained(
-    name: str,
-    *,
-    device: str | torch.device | None,
-    dtype: torch.dtype | str | None,
-    trust_remote_code: bool,
-    **kw: Any,
+    name: str, *, device: str | torch.device | None, dtype: torch.dtype | str | None, trust_remote_code: bool, **kw: Any
 ) -> tuple[nn.Module, Any]:
     """A causal language model and its tokenizer (None if it has none) from the hub or a folder.
 
@@ -170,9 +164,7 @@ def load_pretrained(
         module = mamba_ssm.load(name, dtype=_dtype(dtype), **hub)
     else:
         try:
-            module = AutoModelForCausalLM.from_pretrained(
-                name, **({"dtype": dtype} if dtype else {}), **options
-            )
+            module = AutoModelForCausalLM.from_pretrained(name, **({"dtype": dtype} if dtype else {}), **options)
         except Exception as err:
             # Of a damaged folder transformers raises errors of every kind.
             why = str(err) if isinstance(err, (OSError, ValueError)) else f"{type(err).__name__}: {err}"
@@ -204,7 +196,5 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         return dtype
     found = getattr(torch, dtype, None)
     if dtype != "auto" and not isinstance(found, torch.dtype):
-        raise InputError(
-            f'dtype={dtype!r} is not known. Give a torch.dtype, its name such as "bfloat16", or "auto"'
-        )
+        raise InputError(f'dtype={dtype!r} is not known. Give a torch.dtype, its name such as "bfloat16", or "auto"')
     return found

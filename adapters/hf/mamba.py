@@ -61,10 +61,6 @@ class HFMamba(HFAdapter):
         return Recurrent.of(model)
 
     def absent(self, name: str) -> str | None:
-        if (
-            ".attn." in name
-            or ".mlp." in name
-            or name.endswith(("hook_attn_out", "hook_mlp_out", "hook_resid_mid"))
-        ):
+        if ".attn." in name or ".mlp." in name or name.endswith(("hook_attn_out", "hook_mlp_out", "hook_resid_mid")):
             return "a Mamba block has one mixer in place of attention and MLP; use hook_mixer_out"
         return None

@@ -16,14 +16,7 @@ from probelens.hooks.forwards import device_of, refuse_replaced_forward, replace
 from probelens.hooks.points import HookPoint
 from probelens.hooks.switchboard import Tap
 from probelens.hooks.trials import agree, remembered
-from probelens.kernels.ssm import (
-    MAMBA2_POINTS,
-    MAMBA_POINTS,
-    MambaState,
-    is_mamba2,
-    mamba2_mixer,
-    mamba_mixer,
-)
+from probelens.kernels.ssm import MAMBA2_POINTS, MAMBA_POINTS, MambaState, is_mamba2, mamba2_mixer, mamba_mixer
 
 # Whose classes the reference forward is equal to.
 PACKAGES = ("transformers", "mamba_ssm")
@@ -149,9 +142,7 @@ def _first(value: Any) -> Any:
 
 def _read(cache: Any, layer: int) -> tuple[Tensor | None, Tensor | None]:
     if getattr(cache, "is_recording_past", lambda i: False)(layer):
-        raise InputError(
-            "interior hooks don't work with a cache that records its past. Generate without assistance."
-        )
+        raise InputError("interior hooks don't work with a cache that records its past. Generate without assistance.")
     held = cache.layers[layer]
     if not _first(held.has_previous_state):
         return None, None

@@ -168,9 +168,7 @@ class _Keep:
         self.mixer: Any = mixer
         self.spacing = spacing
 
-    def __call__(
-        self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None
-    ) -> Tensor:
+    def __call__(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
         channels, size = self.mixer.conv1d.weight.shape[0], self.mixer.conv1d.weight.shape[-1]
         if name == "hook_in_proj":
             # Mamba: [x, gate]; Mamba-2: [..., x with B and C, dt].

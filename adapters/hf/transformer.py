@@ -122,12 +122,7 @@ class HFTransformer(HFAdapter):
         points = []
         for name, where, side, note in (
             ("mlp.hook_pre", parts.up, "out", "before the activation"),
-            (
-                "mlp.hook_pre_linear",
-                parts.up_linear,
-                "out",
-                "what the activation's output is multiplied with",
-            ),
+            ("mlp.hook_pre_linear", parts.up_linear, "out", "what the activation's output is multiplied with"),
             ("mlp.hook_post", parts.down, "in", "neurons, before the MLP's output projection"),
         ):
             if where is not None:
@@ -145,9 +140,7 @@ class HFTransformer(HFAdapter):
         flat = ".mlp." in point.name or point.name.endswith((".hook_mlp_out", ".hook_resid_mid"))
         if point.block is not None and flat:
             # Some blocks (OPT's) and some mixtures of experts run on (batch · pos, d_model).
-            return _attach_unflattened(
-                switchboard, point, self.module.get_submodule(self.blocks[point.block])
-            )
+            return _attach_unflattened(switchboard, point, self.module.get_submodule(self.blocks[point.block]))
         return attach_to_module(switchboard, point)
 
     def instrumented_paths(self) -> list[str]:

@@ -24,7 +24,9 @@ from probelens.results.types import said
 DOCS = Path(__file__).resolve().parents[1]
 SHOWN = re.compile(r"^::: (\S+)$(?!\n    options)", re.M)
 ROOM = re.compile(r"^\[room (\w+)\]$", re.M)
-OPTIONS = "::: {path}\n    options:\n      heading_level: {level}\n      group_by_category: false\n      members: [{members}]"
+OPTIONS = (
+    "::: {path}\n    options:\n      heading_level: {level}\n      group_by_category: false\n      members: [{members}]"
+)
 # Used by commands and chosen by `wrap`, not imported by users.
 WITHOUT_A_PAGE = {"adapters", "bench", "cli", "examples"}
 
@@ -55,9 +57,7 @@ def defined_in(value: Any) -> str:
 @functools.cache
 def named() -> list[Any]:
     """What ``probelens`` and the ``__init__`` of a room name."""
-    rooms = [
-        m for name in pl.__all__ if isinstance(m := getattr(pl, name), ModuleType) and hasattr(m, "__path__")
-    ]
+    rooms = [m for name in pl.__all__ if isinstance(m := getattr(pl, name), ModuleType) and hasattr(m, "__path__")]
     return [getattr(m, name) for m in [pl, *rooms] for name in getattr(m, "__all__", ())]
 
 
@@ -72,13 +72,9 @@ def public() -> list[str]:
     """The public modules, those of the pages first."""
     found = {v.__name__ if isinstance(v, ModuleType) else defined_in(v) for v in named()}
     own = [m for m in found if m.startswith("probelens.") and m.split(".")[1] not in WITHOUT_A_PAGE]
-    rooms = {
-        name for name in own if name.count(".") == 1 and hasattr(importlib.import_module(name), "__path__")
-    }
+    rooms = {name for name in own if name.count(".") == 1 and hasattr(importlib.import_module(name), "__path__")}
     ordered = dict.fromkeys([*written(), *sorted(set(own) - rooms)])
-    return [
-        name for name in ordered if is_module(name) and getattr(importlib.import_module(name), "__all__", ())
-    ]
+    return [name for name in ordered if is_module(name) and getattr(importlib.import_module(name), "__all__", ())]
 
 
 @functools.cache
@@ -108,16 +104,12 @@ def filled(page: str) -> str:
     """A page with its modules in place of ``[room NAME]``, and with the members of each module in order."""
     text = ROOM.sub(
         lambda m: "\n\n".join(
-            f"::: {name}"
-            for name in public()
-            if name.split(".")[1] == m[1] and name not in written() and members(name)
+            f"::: {name}" for name in public() if name.split(".")[1] == m[1] and name not in written() and members(name)
         ),
         source(page),
     )
     return SHOWN.sub(
-        lambda m: (
-            OPTIONS.format(path=m[1], level=2, members=", ".join(members(m[1]))) if m[1] in public() else m[0]
-        ),
+        lambda m: OPTIONS.format(path=m[1], level=2, members=", ".join(members(m[1]))) if m[1] in public() else m[0],
         text,
     )
 

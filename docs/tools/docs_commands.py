@@ -125,9 +125,7 @@ def options(file: Path) -> set[str]:
     """The options that a script gives to argparse."""
     calls = [n for n in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(n, ast.Call)]
     calls = [c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "add_argument"]
-    return {
-        a.value for c in calls for a in c.args if isinstance(a, ast.Constant) and str(a.value).startswith("-")
-    }
+    return {a.value for c in calls for a in c.args if isinstance(a, ast.Constant) and str(a.value).startswith("-")}
 
 
 def _paths(words: list[str]) -> str:
@@ -174,9 +172,7 @@ def problem(command: Command) -> str:
         case "mkdocs":
             return "" if words[:1] in (["serve"], ["build"]) else f"mkdocs {words[:1]}"
         case "pre-commit":
-            return (
-                "" if (ROOT / ".pre-commit-config.yaml").is_file() and words == ["install"] else "pre-commit"
-            )
+            return "" if (ROOT / ".pre-commit-config.yaml").is_file() and words == ["install"] else "pre-commit"
         case "bash":
             return "" if words and (ROOT / words[0]).is_file() else "no such script"
         case "cd":

@@ -106,9 +106,7 @@ def docstrings() -> list[Found]:
 def examples() -> int:
     """How many examples the docstrings of the library have; pytest runs them as doctests."""
     parser = doctest.DocTestParser()
-    return sum(
-        len(parser.get_examples(f.text)) for f in docstrings() if not f.page.startswith(("tests/", "docs/"))
-    )
+    return sum(len(parser.get_examples(f.text)) for f in docstrings() if not f.page.startswith(("tests/", "docs/")))
 
 
 # -- commands ---------------------------------------------------------------------------------------
@@ -278,9 +276,7 @@ def executed() -> dict[str, str]:
         found[page] = "tests/docs/test_tutorials.py::test_a_tutorial_runs_and_its_page_shows_what_it_gave"
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef) and not any(
-                "skip" in ast.unparse(d) for d in node.decorator_list
-            ):
+            if isinstance(node, ast.FunctionDef) and not any("skip" in ast.unparse(d) for d in node.decorator_list):
                 for page in set(_runs(node)) & set(pages()):
                     found[page] = f"{path.relative_to(ROOT).as_posix()}::{node.name}"
     return found

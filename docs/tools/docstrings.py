@@ -114,9 +114,7 @@ def own_raises(item: Public) -> set[str]:
     """Typed errors that the body itself raises, leaving out functions inside it."""
     bodies = [item.value]
     if item.kind == "class":
-        bodies = [
-            vars(item.value)[n] for n in ("__init__", "__post_init__", "__new__") if n in vars(item.value)
-        ]
+        bodies = [vars(item.value)[n] for n in ("__init__", "__post_init__", "__new__") if n in vars(item.value)]
     found: set[str] = set()
     for body in bodies:
         try:
@@ -151,21 +149,14 @@ def faults(item: Public) -> list[str]:
     found += [f"Args has {name}, which is no parameter" for name in rows if name not in given]
     returned = _returned(item)
     answers = said.get("returns") or said.get("yields") or {}
-    if (
-        item.kind in ("function", "method")
-        and returned
-        and not answers
-        and (given or len(doc.splitlines()) > 1)
-    ):
+    if item.kind in ("function", "method") and returned and not answers and (given or len(doc.splitlines()) > 1):
         found.append("no Returns")
     if not returned and answers:
         found.append("Returns of a function that returns nothing")
     missing = own_raises(item) - set(said.get("raises", {}))
     found += [f"Raises lacks {name}" for name in sorted(missing)]
     found += [
-        f"no shape of {name}"
-        for name, p in given.items()
-        if _tensor(p.annotation) and not shaped(rows.get(name, ""))
+        f"no shape of {name}" for name, p in given.items() if _tensor(p.annotation) and not shaped(rows.get(name, ""))
     ]
     if item.kind != "class" and _tensor(returned) and not any(map(shaped, answers.values() or [doc])):
         found.append("no shape of what it returns")

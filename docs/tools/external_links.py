@@ -46,7 +46,5 @@ def main(addresses: Iterable[str]) -> int:
 if __name__ == "__main__":
     from docs_inventory import addresses, papers
 
-    wanted = {found.text for found in addresses()} | {
-        f"https://arxiv.org/abs/{number}" for number in papers()
-    }
+    wanted = {found.text for found in addresses()} | {f"https://arxiv.org/abs/{number}" for number in papers()}
     sys.exit(main(sorted(wanted)))

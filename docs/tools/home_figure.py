@@ -37,9 +37,7 @@ def numbers(run: Path) -> pd.DataFrame:
         lost = mine[(mine["kind"] == "ablation") & (mine["label"] == "depth")]
         lost = lost.groupby(["layer", "condition"])["drop"].mean().unstack()
         patched = mine[(mine["kind"] == "patch") & (mine["pairs"] == "depth")]
-        back = patched.assign(pos=patched["pos"].astype(int)).pivot(
-            index="layer", columns="pos", values="recovery"
-        )
+        back = patched.assign(pos=patched["pos"].astype(int)).pivot(index="layer", columns="pos", values="recovery")
         changed = back.loc[-1].idxmax()
         for layer in sorted(back.index):
             probe = probes[probes["layer"] == layer].iloc[0]
@@ -49,13 +47,7 @@ def numbers(run: Path) -> pd.DataFrame:
                 "Sufficient": (back.loc[layer].iloc[-1], back.loc[layer, changed]),
             }
             for panel, (value, control) in pairs.items():
-                row = {
-                    "model": model,
-                    "panel": panel,
-                    "layer": int(layer),
-                    "value": value,
-                    "control": control,
-                }
+                row = {"model": model, "panel": panel, "layer": int(layer), "value": value, "control": control}
                 out.append(row)
     # Adding zero turns −0.0 into 0.0.
     return pd.DataFrame(out).round(3).replace({"value": {-0.0: 0.0}, "control": {-0.0: 0.0}})
@@ -100,10 +92,7 @@ def _panel(part: pd.DataFrame, left: float, top: float, inks: tuple[str, str, st
         name = "embedding" if layer < 0 else f"layer {layer}" if i == len(layers) - 1 else str(layer)
         anchor = "start" if i == 0 else "end" if i == len(layers) - 1 else "middle"
         out.append(_text(left + i * step, top + HIGH + 18, name, faint, anchor=anchor, size=11))
-    for column, style in (
-        ("control", 'stroke-width="1.5" stroke-dasharray="4 4"'),
-        ("value", 'stroke-width="2.5"'),
-    ):
+    for column, style in (("control", 'stroke-width="1.5" stroke-dasharray="4 4"'), ("value", 'stroke-width="2.5"')):
         for model, color in MODELS.items():
             shares = part[part["model"] == model].sort_values("layer")[column]
             points = [(left + i * step, top + HIGH * (1 - min(max(v, 0), 1))) for i, v in enumerate(shares)]

@@ -189,11 +189,7 @@ def families() -> list[str]:
                 blocks[point.layer()] = blocks.get(point.layer(), 0) + 1
         low, high = min(blocks.values()), max(blocks.values())
         per_block = str(low) if low == high else f"{low} to {high}"
-        kind = (
-            type(model.module).__name__
-            if name not in RNNS and not name.startswith(("lstm", "gru"))
-            else "nn.Module"
-        )
+        kind = type(model.module).__name__ if name not in RNNS and not name.startswith(("lstm", "gru")) else "nn.Module"
         rows.append(f"| {name} | {model.adapter.name} | {kind} | {per_block} | {len(model.hook_dict)} |")
     return rows
 
@@ -209,10 +205,7 @@ def hybrids() -> list[str]:
             mixer = next(p for p in points if model.points.alias(prefix + "hook_mixer_out") == p.name)
             kinds = [
                 word
-                for word, sign in (
-                    ("attention", "attn.hook_pattern"),
-                    ("state space", "mixer.hook_ssm_state"),
-                )
+                for word, sign in (("attention", "attn.hook_pattern"), ("state space", "mixer.hook_ssm_state"))
                 if any(tail(p) == sign for p in points)
             ]
             also = [
@@ -242,10 +235,7 @@ def page() -> str:
         "",
     ]
     points = everywhere(first)
-    lines += [
-        *table([*(p for p in points if "resid" in p.name), *(p for p in points if "resid" not in p.name)]),
-        "",
-    ]
+    lines += [*table([*(p for p in points if "resid" in p.name), *(p for p in points if "resid" not in p.name)]), ""]
     for title, names, text in SECTIONS:
         lines += section(title, names, text)
     lines += [

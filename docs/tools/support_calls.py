@@ -142,9 +142,7 @@ def generate(model: HookedModel) -> str:
     longest = "max_length" in inspect.signature(own).parameters
     if longest and not torch.cuda.is_available():
         return "not tried: needs CUDA"  # mamba-ssm's own times itself with CUDA's events
-    more: dict[str, Any] = (
-        {"max_length": X.shape[1] + 3} if longest else {"max_new_tokens": 3, "do_sample": False}
-    )
+    more: dict[str, Any] = {"max_length": X.shape[1] + 3} if longest else {"max_new_tokens": 3, "do_sample": False}
     if any(kind.__name__ == "GenerationMixin" for kind in type(model.module).__mro__):
         more |= NO_END
     with model.hooks([(RESID, lambda t, hook: heard.append(t.shape))]):

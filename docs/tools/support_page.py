@@ -75,9 +75,7 @@ def _remote(name: str) -> HookedModel:
 
     with tempfile.TemporaryDirectory() as folder:
         words = bridges.tokenizer(Path(folder))
-    return pl.wrap(
-        TransformersModel(zoo.build(name), task="text-generation", tokenizer=words), remote="local"
-    )
+    return pl.wrap(TransformersModel(zoo.build(name), task="text-generation", tokenizer=words), remote="local")
 
 
 def _described(name: str) -> HookedModel:
@@ -220,14 +218,7 @@ def page(columns: dict[str, list[str]], why: dict[str, list[str]]) -> str:
     for title, (text, families) in TABLES.items():
         names = {"others": ", ".join(FAMILIES["other decoders"].names), "mixed": ", ".join(MIXED)}
         lines += [f"## {title}", "", text.format(**names), ""]
-        lines += [
-            *table(title, {f.title: columns[f.title] for f in families}),
-            "",
-            "Refused:",
-            "",
-            *why[title],
-            "",
-        ]
+        lines += [*table(title, {f.title: columns[f.title] for f in families}), "", "Refused:", "", *why[title], ""]
     return "\n".join(lines)
 
 

@@ -163,9 +163,7 @@ def notebook(path: Path) -> str:
     fmt = "py:percent" if path.suffix == ".py" else "md"
     text = path.read_text(encoding="utf-8")
     made = jupytext.reads(text, fmt=fmt)
-    install = (
-        INSTALL.replace("--quiet probelens", '--quiet "probelens[dask]"') if '"dask"' in text else INSTALL
-    )
+    install = INSTALL.replace("--quiet probelens", '--quiet "probelens[dask]"') if '"dask"' in text else INSTALL
     made.cells.insert(1, v4.new_code_cell(install))
     for i, cell in enumerate(made.cells):
         if cell.source.startswith("%%bash\n"):

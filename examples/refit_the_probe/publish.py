@@ -44,9 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="rows.parquet of runs, or a file that --data wrote; a model in several files is taken from the last",
     )  # fmt: skip
     parser.add_argument("--data", type=Path, help="file for the rows, without empty columns and in float32")
-    parser.add_argument(
-        "--figures", type=Path, help="folder for an SVG of each figure; needs kaleido and Chrome"
-    )
+    parser.add_argument("--figures", type=Path, help="folder for an SVG of each figure; needs kaleido and Chrome")
     parser.add_argument("--page", type=Path, help="Markdown page with tables between the marks <!-- NAME -->")
     args = parser.parse_args(argv)
     recipes = {recipe_of(read_rows(path)) for path in args.rows if path.is_file()} or {formal}

@@ -125,9 +125,7 @@ def ablate(
     values, clean = score(rows, runs, runs.scored, chance, seed, metric)
     refits = None
     if refit:
-        ablated = {
-            name: partial(after, model, batch, acts, name, spaces[name], alpha, batch_size) for name in spaces
-        }
+        ablated = {name: partial(after, model, batch, acts, name, spaces[name], alpha, batch_size) for name in spaces}
         refits = _refits(rows, acts, ablated, batch, label, mlp, margin, seed)
     _verdicts(rows, model, clean.mean().item(), chance)
     count = runs.scored.double().sum(0).clamp_min(1)

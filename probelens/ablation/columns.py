@@ -10,10 +10,7 @@ TARGETS = "targets"
 _METRIC = "that of the metric"
 _SHARE = "fraction of 1"
 
-SITE = (
-    Column("site", str, "Hook point."),
-    Column("layer", int, "Place on the layer axis; −1 is the embedding."),
-)
+SITE = (Column("site", str, "Hook point."), Column("layer", int, "Place on the layer axis; −1 is the embedding."))
 CONDITION = (
     Column("label", str, "The variable whose subspace was removed."),
     Column(
@@ -36,13 +33,7 @@ SCORES = (
     Column("damage", float | None, "drop/(clean − chance); None where the model is at chance.", _SHARE),
 )
 EFFECT = (
-    Column(
-        "control_overlap",
-        float | None,
-        "Share of the subspace that the matched controls share.",
-        _SHARE,
-        TARGETS,
-    ),
+    Column("control_overlap", float | None, "Share of the subspace that the matched controls share.", _SHARE, TARGETS),
     Column("control_problem", str | None, "Why there are no matched controls, or None.", on=TARGETS),
     Column(
         "effect",
@@ -51,9 +42,7 @@ EFFECT = (
         _SHARE,
         TARGETS,
     ),
-    Column(
-        "effect_lo", float | None, "Lower end of its 95 % interval, paired over sequences.", _SHARE, TARGETS
-    ),
+    Column("effect_lo", float | None, "Lower end of its 95 % interval, paired over sequences.", _SHARE, TARGETS),
     Column("effect_hi", float | None, "Upper end of it.", _SHARE, TARGETS),
     Column("effect_against", str | None, "The control that the effect is measured from.", on=TARGETS),
     Column(
@@ -78,13 +67,7 @@ REFIT = (
     Column("probe_accuracy", float, "Accuracy of a linear probe before the ablation.", _SHARE, _REFITTED),
     Column("refit_accuracy", float, "Accuracy of a linear probe fitted after it.", _SHARE, _REFITTED),
     Column("refit_gap", float, "probe_accuracy − refit_accuracy.", _SHARE, _REFITTED),
-    Column(
-        "refit_gap_lo",
-        float | None,
-        "Lower end of its 95 % interval, paired over test groups.",
-        _SHARE,
-        _REFITTED,
-    ),
+    Column("refit_gap_lo", float | None, "Lower end of its 95 % interval, paired over test groups.", _SHARE, _REFITTED),
     Column("refit_gap_hi", float | None, "Upper end of it.", _SHARE, _REFITTED),
     Column("refit_mlp_accuracy", float | None, "Accuracy of a small MLP fitted after it.", _SHARE, _REFITTED),
     Column(
@@ -95,9 +78,7 @@ REFIT = (
         _REFITTED,
     ),
     Column("majority", float, "Accuracy of the most frequent class.", _SHARE, _REFITTED),
-    Column(
-        "position_baseline", float, "Accuracy of the best guess from the position alone.", _SHARE, _REFITTED
-    ),
+    Column("position_baseline", float, "Accuracy of the best guess from the position alone.", _SHARE, _REFITTED),
     Column("baseline", float, "The larger of the two.", _SHARE, _REFITTED),
     Column("refit_n_test", int, "Test positions of the probes.", "positions", _REFITTED),
     Column("readable_before", bool, "Whether any probe reads the label before the ablation.", on=_REFITTED),

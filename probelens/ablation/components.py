@@ -16,15 +16,7 @@ from torch import Tensor
 from probelens.ablation.columns import SCORES, SITE
 from probelens.ablation.controls import label_of
 from probelens.ablation.result import Costs
-from probelens.ablation.scoring import (
-    Metric,
-    Runs,
-    accuracy_chance,
-    per_sequence,
-    reader,
-    score,
-    scored_positions,
-)
+from probelens.ablation.scoring import Metric, Runs, accuracy_chance, per_sequence, reader, score, scored_positions
 from probelens.errors import InputError
 from probelens.hooks.edits.edit import Edit
 from probelens.hooks.edits.heads import AtHeads
@@ -67,17 +59,12 @@ class ComponentResult(Rows):
 
     columns = (
         *SITE,
-        Column(
-            "layers", str, "Layers ablated together, separated by commas.", on="rows of `ablate_convolution`"
-        ),
+        Column("layers", str, "Layers ablated together, separated by commas.", on="rows of `ablate_convolution`"),
         Column("head", int | str | None, "The head, several separated by commas, or None for all."),
         Column("how", str, 'What was put in: "zero", "mean", "resample", or a way of `ablate_convolution`.'),
         Column("draws", int, "Resamples that were averaged."),
         Column(
-            "draw_sd",
-            float | None,
-            "Standard deviation of the value over draws; None for one.",
-            "that of the metric",
+            "draw_sd", float | None, "Standard deviation of the value over draws; None for one.", "that of the metric"
         ),
         *SCORES,
     )
@@ -118,13 +105,7 @@ class ComponentResult(Rows):
         table["component"] = [_component(row) for row in self.rows]
         table["above"], table["below"] = table["hi"] - table["drop"], table["drop"] - table["lo"]
         return px.bar(
-            table,
-            x="component",
-            y="drop",
-            color="how",
-            barmode="group",
-            error_y="above",
-            error_y_minus="below",
+            table, x="component", y="drop", color="how", barmode="group", error_y="above", error_y_minus="below"
         )
 
 
@@ -242,9 +223,7 @@ def result_of(
     return ComponentResult(rows, values.float(), clean.float(), target, name, chance or 0.0, runs.path)
 
 
-def _about(
-    group: Sequence[tuple[HookPoint, int | None]], way: str, model: HookedModel, draws: int
-) -> dict[str, Any]:
+def _about(group: Sequence[tuple[HookPoint, int | None]], way: str, model: HookedModel, draws: int) -> dict[str, Any]:
     names = list(dict.fromkeys(p.name for p, _ in group))
     heads = [h for _, h in group if h is not None]
     return {
@@ -274,9 +253,7 @@ def _heads(point: HookPoint, heads: Any, acts: Tensor | None) -> list[int | None
     n = acts.shape[2]
     wanted = list(range(n)) if isinstance(heads, str) else [heads] if isinstance(heads, int) else list(heads)
     if (isinstance(heads, str) and heads != "each") or not wanted or not all(-n <= h < n for h in wanted):
-        raise InputError(
-            f"heads={heads!r}: {point.name!r} has {n} heads. Give indices from 0 to {n - 1}, or 'each'."
-        )
+        raise InputError(f"heads={heads!r}: {point.name!r} has {n} heads. Give indices from 0 to {n - 1}, or 'each'.")
     return [h % n for h in wanted]
 
 

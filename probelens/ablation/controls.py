@@ -147,10 +147,7 @@ def _draw_controls(
         return out, None if space.rank else "the subspace is empty, so there is nothing to compare with"
     mean, covariance = moments(real)
     if "random" in kinds:
-        out += [
-            ("random", i, random(space.rank, space.d, seed=seed * 1000 + i, mean=mean))
-            for i in range(controls)
-        ]
+        out += [("random", i, random(space.rank, space.d, seed=seed * 1000 + i, mean=mean)) for i in range(controls)]
     if "random_matched" in kinds:
         try:
             matched = random_matched(space, covariance, n=controls, seed=seed, mean=mean)

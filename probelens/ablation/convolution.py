@@ -115,9 +115,7 @@ def ablate_convolution(
                     }
                 )  # fmt: skip
                 values.append(found.mean(0))
-    return result_of(
-        rows, Runs(torch.stack(values), clean.base, scored, clean.path), batch, known, metric, seed
-    )
+    return result_of(rows, Runs(torch.stack(values), clean.base, scored, clean.path), batch, known, metric, seed)
 
 
 def _name(layer: int) -> str:
@@ -133,9 +131,7 @@ def _groups(model: HookedModel, layers: Any) -> list[list[int]]:
         )
     if isinstance(layers, str):
         if layers not in ("together", "each"):
-            raise InputError(
-                f"layers={layers!r} is not known. Allowed: 'together', 'each', or a list of layers"
-            )
+            raise InputError(f"layers={layers!r} is not known. Allowed: 'together', 'each', or a list of layers")
         return [every] if layers == "together" else [[layer] for layer in every]
     wanted = list(layers)
     bad = [layer for layer in wanted if layer not in every]
@@ -166,18 +162,14 @@ def _plan(
         with model.edit_weights(_weights(model, [layer])):
             past[name] = whole - _collected(model, batch, [name], batch_size)[name]
     rows = [donor_rows(batch, batch, seed * 1000 + i) for i in range(draws)]
-    return kept, [
-        Condition((i,), tuple(_adding(n, past[n], r, batch.mask) for n in names)) for i, r in enumerate(rows)
-    ]
+    return kept, [Condition((i,), tuple(_adding(n, past[n], r, batch.mask) for n in names)) for i, r in enumerate(rows)]
 
 
 def _collected(model: HookedModel, batch: Any, names: list[str], batch_size: int) -> dict[str, Tensor]:
     return collect(model, batch, names, batch_size=batch_size).tensors
 
 
-def _weights(
-    model: HookedModel, group: list[int], delta: bool = False
-) -> dict[str, Callable[[Tensor], Tensor]]:
+def _weights(model: HookedModel, group: list[int], delta: bool = False) -> dict[str, Callable[[Tensor], Tensor]]:
     """Edits that leave only the current tap of each layer; as a weight of one, for ``delta``."""
 
     def current(weight: Tensor) -> Tensor:

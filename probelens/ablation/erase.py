@@ -66,11 +66,7 @@ class ErasureResult(Rows):
         Column("reached", str, "The same in words."),
         Column("stopped", str, "Why INLP stopped.", on="sites of INLP"),
         Column(
-            "fit_accuracy",
-            float,
-            "Accuracy of the last probe of INLP's own loop.",
-            "fraction of 1",
-            "sites of INLP",
+            "fit_accuracy", float, "Accuracy of the last probe of INLP's own loop.", "fraction of 1", "sites of INLP"
         ),
         Column("fit_baseline", float, "The baseline of that probe.", "fraction of 1", "sites of INLP"),
     )
@@ -198,9 +194,7 @@ def erase(
     if method not in ("leace", "inlp"):
         raise InputError(f"method {method!r} is not known. Allowed: 'leace', 'inlp'")
     label = label_of(fit_batch, label, "label")
-    target = label_of(
-        held_batch, label_of(held_batch, label, "label") if target is None else target, "target"
-    )
+    target = label_of(held_batch, label_of(held_batch, label, "label") if target is None else target, "target")
     _require_disjoint(fit_batch, held_batch)
     names = [point.name for point in resolve(model, sites)]
     spaces: dict[str, Subspace | Eraser]
@@ -219,20 +213,13 @@ def erase(
 
 def _faster_backend(model: HookedModel) -> contextlib.AbstractContextManager[Any]:
     """The reference backend for Mamba on a CPU, where transformers' own forward takes 5 to 20 times as long."""
-    slow = model.cfg.device.type == "cpu" and any(
-        name.endswith("mixer.hook_conv") for name in model.hook_dict
-    )
+    slow = model.cfg.device.type == "cpu" and any(name.endswith("mixer.hook_conv") for name in model.hook_dict)
     return model.backend("reference") if slow else contextlib.nullcontext()
 
 
 def _row(row: dict[str, Any], space: Any, method: str, n_fit: int, margin: float) -> dict[str, Any]:
     over = row["refit_accuracy"] - row["baseline"]
-    out = {
-        **row,
-        "method": method,
-        "n_fit": n_fit,
-        "at_chance": over <= chance_margin(row["baseline"], margin),
-    }
+    out = {**row, "method": method, "n_fit": n_fit, "at_chance": over <= chance_margin(row["baseline"], margin)}
     out["reached"] = "chance" if out["at_chance"] else f"{over:.3f} above baseline"
     if isinstance(space, Inlp):
         out.update(stopped=space.stopped, fit_accuracy=space.accuracy, fit_baseline=space.baseline)

@@ -43,16 +43,12 @@ class LengthTransfer(Rows):
 
     columns = (
         Column("length", int, "Tokens in each sequence, a start token not counted.", "tokens"),
-        Column(
-            "span", str, 'Positions counted: "all", "seen" (up to the trained length), "beyond" (later ones).'
-        ),
+        Column("span", str, 'Positions counted: "all", "seen" (up to the trained length), "beyond" (later ones).'),
         *SITE,
         *CONDITION,
         *SCORES,
         *EFFECT,
-        Column(
-            "floor", bool, "Whether the clean accuracy is within 0.2 of chance, so that nothing can drop."
-        ),
+        Column("floor", bool, "Whether the clean accuracy is within 0.2 of chance, so that nothing can drop."),
     )
 
     rows: list[dict[str, Any]]

@@ -12,17 +12,7 @@ from probelens.ablation.columns import ABLATION
 from probelens.ablation.controls import CONTROLS
 from probelens.ablation.scoring import COST
 from probelens.results.rows import Rows
-from probelens.results.sentences import (
-    between,
-    count,
-    fixed,
-    hundredths,
-    layers,
-    percent,
-    place,
-    points,
-    valued,
-)
+from probelens.results.sentences import between, count, fixed, hundredths, layers, percent, place, points, valued
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -113,9 +103,7 @@ class AblationResult(Rows):
         """
         from probelens.results import plots
 
-        return plots.ablation(
-            self.to_dataframe(), metric=self.metric, percent=self.metric == "accuracy", title=title
-        )
+        return plots.ablation(self.to_dataframe(), metric=self.metric, percent=self.metric == "accuracy", title=title)
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,7 @@ from probelens.running.sweep.plan import sweep
 from probelens.subspaces.leace import Eraser
 from probelens.subspaces.subspace import Subspace
 
-__all__ = [
-    "Metric",
-    "Runs",
-    "accuracy_chance",
-    "after",
-    "per_sequence",
-    "run",
-    "score",
-]
+__all__ = ["Metric", "Runs", "accuracy_chance", "after", "per_sequence", "run", "score"]
 
 Metric = Literal["accuracy", "next_token_loss"] | Callable[..., Tensor]
 # The sign of clean − ablated where the ablation hurts; unknown for a metric of the caller's own.
@@ -63,9 +55,7 @@ def run(
     conditions = [
         Condition(
             (d.about["site"], d.about["condition"], d.about["draw"]),
-            ()
-            if d.space is None or alpha == 0
-            else (_removing(d.about["site"], d.space, alpha, batch.mask),),
+            () if d.space is None or alpha == 0 else (_removing(d.about["site"], d.space, alpha, batch.mask),),
         )
         for d in drawn
     ]
@@ -145,12 +135,7 @@ def score(
 
 
 def _effects(
-    rows: list[dict[str, Any]],
-    values: Tensor,
-    clean: Tensor,
-    chance: float | None,
-    seed: int,
-    cost: int | None,
+    rows: list[dict[str, Any]], values: Tensor, clean: Tensor, chance: float | None, seed: int, cost: int | None
 ) -> None:
     """N = D of the subspace − mean D of the controls that remove equal variance, paired over examples.
 
@@ -172,14 +157,10 @@ def _effects(
         for kind in ("random_matched", "random"):
             mine = [j for j, r in enumerate(rows) if r["site"] == row["site"] and r["condition"] == kind]
             if mine and room.mean() > ROOM:
-                found = ratio_of_means(
-                    (values[mine].mean(0) - values[i])[None], room[None], seed=seed, n_draws=1000
-                )
+                found = ratio_of_means((values[mine].mean(0) - values[i])[None], room[None], seed=seed, n_draws=1000)
                 p = None
                 if cost is not None:
-                    p = (1 + sum(cost * rows[j]["drop"] >= cost * row["drop"] for j in mine)) / (
-                        1 + len(mine)
-                    )
+                    p = (1 + sum(cost * rows[j]["drop"] >= cost * row["drop"] for j in mine)) / (1 + len(mine))
                 row.update(
                     effect=found.estimate.item(), effect_lo=found.low.item(), effect_hi=found.high.item(),
                     effect_against=kind,

@@ -41,25 +41,14 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Give the command its options."""
     parser.add_argument(
-        "--size",
-        choices=("quick", "medium", "full"),
-        default="quick",
-        help="shapes of the work (default quick)",
+        "--size", choices=("quick", "medium", "full"), default="quick", help="shapes of the work (default quick)"
     )
-    parser.add_argument(
-        "--quick", action="store_const", dest="size", const="quick", help="the same as --size quick"
-    )
+    parser.add_argument("--quick", action="store_const", dest="size", const="quick", help="the same as --size quick")
     parser.add_argument("--only", nargs="+", metavar="ROW", help="rows to run; without it all of them")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="timed runs of each (default 5)")
-    parser.add_argument(
-        "--device", default="cpu", help="where the models run; on cuda, wall time is measured"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="JSON file; rows are added or replaced there"
-    )
-    parser.add_argument(
-        "--page", type=Path, metavar="FILE", help="write the page of the docs from all of --out"
-    )
+    parser.add_argument("--device", default="cpu", help="where the models run; on cuda, wall time is measured")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file; rows are added or replaced there")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the page of the docs from all of --out")
     parser.add_argument("--growth", action="store_true", help="run the growth curves instead of rows")
     parser.add_argument("--list", action="store_true", help="name the rows and what is missing for them")
 
@@ -103,9 +92,7 @@ def _cases() -> dict[str, Case]:
 
 def _list(cases: list[Case], as_json: bool) -> int:
     if as_json:
-        print(
-            json.dumps([{"name": c.name, "what": c.what, "left_out": c.missing()} for c in cases], indent=2)
-        )
+        print(json.dumps([{"name": c.name, "what": c.what, "left_out": c.missing()} for c in cases], indent=2))
         return 0
     for case in cases:
         print("\n  ".join([f"{case.name}: {case.what}", *case.missing()]))

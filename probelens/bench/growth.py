@@ -114,9 +114,7 @@ def plot(found: list[dict[str, Any]], path: Path) -> None:
         for name, k in c["exponents"].items()
         if name != OURS
     ]
-    figure = make_subplots(
-        rows=-(-len(found) // columns), cols=columns, subplot_titles=titles, vertical_spacing=0.25
-    )
+    figure = make_subplots(rows=-(-len(found) // columns), cols=columns, subplot_titles=titles, vertical_spacing=0.25)
     shown = set()
     for i, c in enumerate(found):
         at = {"row": i // columns + 1, "col": i % columns + 1}
@@ -132,11 +130,7 @@ def plot(found: list[dict[str, Any]], path: Path) -> None:
             shown.add(name)
         figure.update_xaxes(type="log", title=c["axis"], tickvals=c["sizes"], ticktext=c["sizes"], **at)
         figure.update_yaxes(
-            type="log",
-            title="CPU seconds" if i % columns == 0 else None,
-            tickvals=TICKS,
-            ticktext=TICKS,
-            **at,
+            type="log", title="CPU seconds" if i % columns == 0 else None, tickvals=TICKS, ticktext=TICKS, **at
         )
     figure.update_annotations(font_size=12)
     figure.update_layout(

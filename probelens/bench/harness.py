@@ -84,9 +84,7 @@ class Case:
     def missing(self) -> list[str]:
         """What of the row is left out here, and which package to install for it; the whole row where ``needs`` isn't met."""
         left = [(peer, f"{self.name} is left out") for peer in self.needs if not installed(peer)]
-        left = left or [
-            (p, f"{self.name} runs without its contender {p!r}") for p in self.takes if not installed(p)
-        ]
+        left = left or [(p, f"{self.name} runs without its contender {p!r}") for p in self.takes if not installed(p)]
         return [f"{said}: {PEERS[peer][1]}" for peer, said in left]
 
     def runs_here(self) -> bool:

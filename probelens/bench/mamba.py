@@ -48,10 +48,7 @@ def train_step(size: str, device: str) -> Work:
 
     def compare(results: dict[str, Any]) -> dict[str, float]:
         mine = results[OURS]
-        found = {
-            "gradient": worst(mine[1], results[DEFAULT][1]),
-            "loss": worst(mine[0], results[DEFAULT][0]),
-        }
+        found = {"gradient": worst(mine[1], results[DEFAULT][1]), "loss": worst(mine[0], results[DEFAULT][0])}
         if MAMBAPY in results:
             found["gradient (mambapy)"] = worst(mine[1], results[MAMBAPY][1])
         return found
@@ -65,11 +62,7 @@ def train_step(size: str, device: str) -> Work:
 
 
 def states(size: str, device: str) -> Work:
-    layers, width, batch, length = {
-        "quick": (2, 64, 2, 32),
-        "medium": (2, 256, 2, 64),
-        "full": (6, 512, 8, 128),
-    }[size]
+    layers, width, batch, length = {"quick": (2, 64, 2, 32), "medium": (2, 256, 2, 64), "full": (6, 512, 8, 128)}[size]
     module = shapes.mamba(layers, width, 64).to(device)
     x = shapes.tokens(64, batch, length).to(device)
     other = shapes.bridge(module)
@@ -95,13 +88,8 @@ def states(size: str, device: str) -> Work:
 
     def rebuilt() -> list[Tensor]:
         with torch.no_grad():
-            _, cache = other.run_with_cache(
-                x[:part], use_cache=False, names_filter=lambda n: n.endswith(needed)
-            )
-            return [
-                block.mixer.compute_ssm_state(cache, i).transpose(1, 2)
-                for i, block in enumerate(other.blocks)
-            ]
+            _, cache = other.run_with_cache(x[:part], use_cache=False, names_filter=lambda n: n.endswith(needed))
+            return [block.mixer.compute_ssm_state(cache, i).transpose(1, 2) for i, block in enumerate(other.blocks)]
 
     runs: dict[str, Any] = {OURS: ours, TL + " eager_scan": scan, TL + " compute_ssm_state": rebuilt}
     trajectory = layers * batch * length * 2 * width * 16 * 4

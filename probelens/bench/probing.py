@@ -42,14 +42,9 @@ def probes(size: str, device: str) -> Work:
     def ours() -> list[Any]:
         found = []
         for x, ys in zip(data, labels):
-            paths = fit_path(
-                x[:rows].to(device), [y[:rows].to(device) for y in ys], Cs, n_classes=classes, tol=GAP
-            )
+            paths = fit_path(x[:rows].to(device), [y[:rows].to(device) for y in ys], Cs, n_classes=classes, tol=GAP)
             for path, y in zip(paths, ys):
-                right = [
-                    float((fit.predict(x[rows:].to(device)).cpu() == y[rows:]).double().mean())
-                    for fit in path
-                ]
+                right = [float((fit.predict(x[rows:].to(device)).cpu() == y[rows:]).double().mean()) for fit in path]
                 found += [(fit.coef.cpu(), fit.intercept.cpu(), r) for fit, r in zip(path, right)]
         return found
 
@@ -89,18 +84,14 @@ def probes(size: str, device: str) -> Work:
             "objective above its minimum, relative": max(
                 gap(*job, mine, low) for job, low, (mine, _) in zip(jobs, minima, both)
             ),
-            "scikit-learn's above it": max(
-                gap(*job, theirs, low) for job, low, (_, theirs) in zip(jobs, minima, both)
-            ),
+            "scikit-learn's above it": max(gap(*job, theirs, low) for job, low, (_, theirs) in zip(jobs, minima, both)),
             "accuracy, points (largest)": max(points),
             "accuracy, points (mean)": float(np.mean(points)),
         }
 
     def describe(results: dict[str, Any]) -> dict[str, float | str]:
         counts = ", ".join(f"{tol:g} for {n}" for tol in TOLERANCES if (n := tolerances.count(tol)))
-        return {
-            f"scikit-learn's tol, the loosest that comes within {GAP:g} of the minimum": f"{counts} of its fits"
-        }
+        return {f"scikit-learn's tol, the loosest that comes within {GAP:g} of the minimum": f"{counts} of its fits"}
 
     note = f"{layers} layers × {len(classes)} label sets {classes} × {len(Cs)} C, {rows} × {width}, both within {GAP:g} of the minimum"
     if layers > 1:

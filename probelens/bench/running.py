@@ -15,17 +15,7 @@ from torch import Tensor
 
 import probelens as pl
 from probelens.bench import shapes
-from probelens.bench.harness import (
-    NNSIGHT,
-    OURS,
-    TL,
-    Case,
-    PeakMemory,
-    Work,
-    cpu_seconds,
-    installed,
-    worst,
-)
+from probelens.bench.harness import NNSIGHT, OURS, TL, Case, PeakMemory, Work, cpu_seconds, installed, worst
 
 RAW = "raw forward"
 
@@ -101,9 +91,7 @@ def cache_small(size: str, device: str) -> Work:
 
 
 def collecting(size: str, device: str) -> Work:
-    width, examples, length = {"quick": (128, 256, 32), "medium": (512, 256, 64), "full": (512, 7813, 128)}[
-        size
-    ]
+    width, examples, length = {"quick": (128, 256, 32), "medium": (512, 256, 64), "full": (512, 7813, 128)}[size]
     module = shapes.neox(6, width, 256, 8).to(device)
     model, x = pl.wrap(module), shapes.tokens(256, examples, length)
     # The first run, which is not timed beside the other, is whole; cost grows with the positions, so a part stands for all.
@@ -159,13 +147,7 @@ def importing(size: str, device: str) -> Work:
 
 
 CASES = [
-    Case(
-        "cache",
-        "run_with_cache, all resid_post, 6 layers d 512",
-        cache_large,
-        {RAW: -1.05},
-        takes=(TL, NNSIGHT),
-    ),
+    Case("cache", "run_with_cache, all resid_post, 6 layers d 512", cache_large, {RAW: -1.05}, takes=(TL, NNSIGHT)),
     Case(
         "cache-small",
         "run_with_cache, all resid_post, 24 layers d 64, 1 × 8",

@@ -94,9 +94,7 @@ def patch_neox(size: str, device: str) -> Work:
         "quick": (6, 256, 8192, 4, 16), "medium": (12, 768, 50304, 12, 32), "full": (12, 768, 50304, 12, 32),
     }[size]  # fmt: skip
     module = shapes.neox(layers, width, vocab, heads).to(device)
-    return patch_work(
-        module, vocab, length, list(range(layers)), {"quick": 24, "medium": 12, "full": None}[size]
-    )
+    return patch_work(module, vocab, length, list(range(layers)), {"quick": 24, "medium": 12, "full": None}[size])
 
 
 def patch_mamba(size: str, device: str) -> Work:

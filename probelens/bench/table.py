@@ -46,9 +46,7 @@ def growth_line(curve: dict[str, Any]) -> str:
     return f"{curve['what']} by {curve['axis']} {curve['sizes']}: {grown}"
 
 
-def markdown(
-    rows: list[dict[str, Any]], growth: list[dict[str, Any]] | None = None, figure: str | None = None
-) -> str:
+def markdown(rows: list[dict[str, Any]], growth: list[dict[str, Any]] | None = None, figure: str | None = None) -> str:
     """The page; ``figure`` is where its plot of growth lies beside it."""
     out = [HEAD]
     for device in dict.fromkeys(r["device"] for r in rows):
@@ -133,12 +131,8 @@ def _notes(rows: list[dict[str, Any]]) -> list[str]:
 
 def _spread(row: dict[str, Any]) -> list[str]:
     """Whose runs took very different times, so that the median alone says little."""
-    wide = {
-        name: t for name, t in row["times"].items() if t.get("cpu_max", 0) > 1.5 * t.get("cpu_min", 0) > 0
-    }
-    return [
-        f"{name}'s runs took {_seconds(t['cpu_min'])} to {_seconds(t['cpu_max'])}" for name, t in wide.items()
-    ]
+    wide = {name: t for name, t in row["times"].items() if t.get("cpu_max", 0) > 1.5 * t.get("cpu_min", 0) > 0}
+    return [f"{name}'s runs took {_seconds(t['cpu_min'])} to {_seconds(t['cpu_max'])}" for name, t in wide.items()]
 
 
 def _bound(row: dict[str, Any]) -> list[str]:
@@ -149,8 +143,7 @@ def _bound(row: dict[str, Any]) -> list[str]:
     arithmetic, memory = least["gflop"] / least["gflops"], least["gbyte"] / least["gbytes"]
     clock = _clock(row)
     most = ", ".join(
-        f"{_ratio(row['times'][name][clock] / (arithmetic + memory))} against {name}"
-        for name in row["ratios"]
+        f"{_ratio(row['times'][name][clock] / (arithmetic + memory))} against {name}" for name in row["ratios"]
     )
     return [
         f"bound: {least['what']}, {least['gflop']:.3g} GFLOP and {least['gbyte']:.3g} GB, take "

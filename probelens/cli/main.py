@@ -237,12 +237,7 @@ def _hooks(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     report = _load(args.model).verify(names=args.match, progress=not args.quiet)
     if args.json:
-        content = {
-            "model": report.model,
-            "ok": report.ok,
-            "left_behind": report.left_behind,
-            "points": report.rows,
-        }
+        content = {"model": report.model, "ok": report.ok, "left_behind": report.left_behind, "points": report.rows}
         print(json.dumps(content, indent=2))
     else:
         if args.all:
@@ -257,9 +252,7 @@ def _profile(args: argparse.Namespace) -> int:
 
     extra = [] if args.length is None else [f"length={args.length}"]
     settings = configure(ProfileSettings, [*args.settings, *extra], {})
-    labels = (
-        None if args.labels is None else [part.strip() for part in args.labels.split(",") if part.strip()]
-    )
+    labels = None if args.labels is None else [part.strip() for part in args.labels.split(",") if part.strip()]
     model = _load(args.model)
     task = _profile_run.task_for(model, args.model, args.task, args.task_settings)
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{Path(args.model).name}-{task.name}").strip("-")

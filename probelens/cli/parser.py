@@ -124,9 +124,7 @@ def build(do: Mapping[str, Callable[[argparse.Namespace], int]]) -> tuple[Parser
         "Of an interrupted run it shows what is finished.",
         "  probelens report runs/quickstart",
     )  # fmt: skip
-    report.add_argument(
-        "folder", metavar="RUN", help="a folder that `probelens run` or `probelens profile` wrote"
-    )
+    report.add_argument("folder", metavar="RUN", help="a folder that `probelens run` or `probelens profile` wrote")
     report.add_argument("--json", action="store_true", help="machine-readable")
 
     hooks = command(
@@ -166,13 +164,9 @@ def build(do: Mapping[str, Callable[[argparse.Namespace], int]]) -> tuple[Parser
     profile.add_argument("model", metavar="MODEL", help="hub id or folder")
     profile.add_argument("--task", help="parity, dyck, counter, flip_flop, code_depth, or a group such as S3")
     _set_option(profile, "task_settings", "--task-set", "an argument of the task; repeatable")
-    profile.add_argument(
-        "--labels", metavar="A,B", help="variables to look for; without it what the task asks for"
-    )
+    profile.add_argument("--labels", metavar="A,B", help="variables to look for; without it what the task asks for")
     profile.add_argument("--length", type=int, metavar="N", help="tokens in each sequence (default 40)")
-    _set_option(
-        profile, "settings", "--set", "n_probe, n_ablate, n_pairs, controls, batch_size, seed, …; repeatable"
-    )
+    _set_option(profile, "settings", "--set", "n_probe, n_ablate, n_pairs, controls, batch_size, seed, …; repeatable")
     profile.add_argument("--out", metavar="FOLDER", help="run folder (default runs/profile-MODEL-TASK)")
     _output_options(profile)
 
@@ -189,6 +183,4 @@ def _set_option(parser: argparse.ArgumentParser, dest: str, flag: str, text: str
 
 def _output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="machine-readable")
-    parser.add_argument(
-        "--quiet", action="store_true", help="no progress bars; none are shown off a terminal anyway"
-    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bars; none are shown off a terminal anyway")

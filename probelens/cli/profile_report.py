@@ -96,18 +96,13 @@ def _findings(found: Profile, label: str) -> list[str]:
 
 def _readable(found: Profile) -> Section:
     untrained = " The untrained model shows what was there before training." if _has_untrained(found) else ""
-    rows = [
-        {"label": label, "verdict": index.verdict, "why": index.reason}
-        for label, index in found.indices.items()
-    ]
+    rows = [{"label": label, "verdict": index.verdict, "why": index.reason} for label, index in found.indices.items()]
     return Section(
         "Readable",
         f"Where can a linear probe read each variable?{untrained}",
         [
             Chart(
-                found.probes.plot(),
-                "Probe accuracy by layer with 95 % intervals over test sequences.",
-                name="readable",
+                found.probes.plot(), "Probe accuracy by layer with 95 % intervals over test sequences.", name="readable"
             )
         ],
         [Table("Verdict of each profile, by the bounds of its intervals", rows, open=True)],
@@ -156,11 +151,7 @@ def _sufficient(found: Profile) -> list[Section]:
         "Does putting the variable back repair the answer? The activation at one layer and position of the clean run is "
         "copied into the corrupted run, and the answer at the last position is read again."
     )
-    return [
-        Section(
-            "Sufficient", text, charts, note="\n\n".join(missing), explain=("patching", "recovery", "vacuous")
-        )
-    ]
+    return [Section("Sufficient", text, charts, note="\n\n".join(missing), explain=("patching", "recovery", "vacuous"))]
 
 
 def _has_untrained(found: Profile) -> bool:
@@ -174,10 +165,7 @@ def _command(found: Profile, record: RunRecord) -> str:
     words.append(str(task.pop("group", task.get("task"))))
     for key, value in task.items():
         if key not in ("task", "tokenizer", "corpus", "digest"):
-            words += [
-                "--task-set",
-                f"{key}={','.join(map(str, value)) if isinstance(value, (list, tuple)) else value}",
-            ]
+            words += ["--task-set", f"{key}={','.join(map(str, value)) if isinstance(value, (list, tuple)) else value}"]
     words += ["--labels", ",".join(found.indices), "--length", str(found.length)]
     defaults = ProfileSettings()
     for key, value in config.items():

@@ -98,11 +98,7 @@ def profile_model(
         raise StoreError(f"{str(folder)!r} is a file, not a folder. Choose another run folder.")
     if (folder / "run.json").exists() and RunRecord.load(folder).recipe != NAME:
         raise StoreError(f"{str(folder)!r} holds a run of another recipe. Choose another run folder.")
-    config = {
-        "model": source or model.cfg.model_name,
-        "labels": list(labels or [task.target]),
-        **asdict(settings),
-    }
+    config = {"model": source or model.cfg.model_name, "labels": list(labels or [task.target]), **asdict(settings)}
     # Before the measurement: a folder that can't be written should be noticed now, not after it.
     RunRecord(NAME, config, versions=versions()).save(folder)
     options = asdict(settings)

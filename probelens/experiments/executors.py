@@ -151,9 +151,7 @@ def using(spec: Spec | str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def opened(
-    spec: Spec, folder: Path, workers: int | None, cells: int
-) -> Iterator[concurrent.futures.Executor]:
+def opened(spec: Spec, folder: Path, workers: int | None, cells: int) -> Iterator[concurrent.futures.Executor]:
     """A running executor, closed at the end; after an exception its cells are cancelled.
 
     Args:

@@ -76,9 +76,7 @@ def run_grid(
     """
     configs = list(configs)
     if wrong := [config for config in configs if not isinstance(config, Mapping)]:
-        raise InputError(
-            f"a config is a dict of settings, and {wrong[0]!r:.80} is a {type(wrong[0]).__name__}"
-        )
+        raise InputError(f"a config is a dict of settings, and {wrong[0]!r:.80} is a {type(wrong[0]).__name__}")
     planned = [(cell_key(config), dict(config)) for config in configs]
     keys = [key for key, _ in planned]
     if len(set(keys)) != len(keys):
@@ -102,9 +100,7 @@ def run_grid(
             else opened(given, folder, workers, len(todo))
         )
         with place as pool:
-            waiting = {
-                pool.submit(_guarded, run_cell, config, folder, key, threads): key for key, config in todo
-            }
+            waiting = {pool.submit(_guarded, run_cell, config, folder, key, threads): key for key, config in todo}
             for future in concurrent.futures.as_completed(waiting):
                 _note(report, waiting[future], _outcome(future, store, waiting[future]))
     return report
@@ -150,9 +146,7 @@ def _keep(place: Path, said: str) -> None:
         part.write_text(said, encoding="utf-8")
 
 
-def _guarded(
-    run_cell: RunCell, config: Config, folder: Path, key: str, threads: int | None
-) -> tuple[str | None]:
+def _guarded(run_cell: RunCell, config: Config, folder: Path, key: str, threads: int | None) -> tuple[str | None]:
     """Run one cell and write its rows; the traceback if it fails."""
     import torch
 

@@ -49,8 +49,7 @@ def run_recipe(
         report(record)
     if done.failed:
         lines = [
-            f"{error.strip().splitlines()[-1]} ({store.cell(key) / 'error.txt'})"
-            for key, error in done.failed.items()
+            f"{error.strip().splitlines()[-1]} ({store.cell(key) / 'error.txt'})" for key, error in done.failed.items()
         ]
         first = f"{len(lines)} of {len(done.keys)} models failed; the others are kept and reported:"
         raise ProbelensError("\n  ".join([first, *lines]))
@@ -86,9 +85,7 @@ def unfinished(record: RunRecord, folder: Path) -> dict[str, str]:
     if not missing:
         return {}
     planned = len(record.cells)
-    return {
-        "Not finished": f"{missing} of {planned} cells failed or were not run; they are in no number here"
-    }
+    return {"Not finished": f"{missing} of {planned} cells failed or were not run; they are in no number here"}
 
 
 def finished_rows(out: str, keys: Sequence[str] | None = None) -> pd.DataFrame:

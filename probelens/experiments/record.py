@@ -61,9 +61,7 @@ class RunRecord:
         try:
             text = json.dumps({"format": 1, **asdict(self)}, indent=2, allow_nan=False)
         except (TypeError, ValueError) as err:
-            raise InputError(
-                f"a run's settings must be plain data (strings, numbers, None, lists): {err}"
-            ) from err
+            raise InputError(f"a run's settings must be plain data (strings, numbers, None, lists): {err}") from err
         path = Path(folder) / FILE
         with atomic_path(path) as part:
             part.write_text(text, encoding="utf-8")
@@ -88,12 +86,9 @@ class RunRecord:
             before = RunRecord.load(folder)
             # As they come back from the file: tuples are lists there.
             mine, theirs = (
-                {k: v for k, v in json.loads(json.dumps(r.config)).items() if k not in free}
-                for r in (self, before)
+                {k: v for k, v in json.loads(json.dumps(r.config)).items() if k not in free} for r in (self, before)
             )
-            changed = [
-                f"{k}={theirs.get(k)!r} there, {mine[k]!r} now" for k in mine if mine[k] != theirs.get(k)
-            ]
+            changed = [f"{k}={theirs.get(k)!r} there, {mine[k]!r} now" for k in mine if mine[k] != theirs.get(k)]
             if before.recipe != self.recipe or changed:
                 what = "; ".join(changed) or f"recipe {before.recipe!r} there, {self.recipe!r} now"
                 raise InputError(

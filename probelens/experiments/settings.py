@@ -16,10 +16,7 @@ __all__ = ["arguments", "at_least", "configure", "restore"]
 
 
 def configure(
-    config: type[Any],
-    settings: Sequence[str],
-    presets: Mapping[str, Mapping[str, Any]],
-    preset: str | None = None,
+    config: type[Any], settings: Sequence[str], presets: Mapping[str, Mapping[str, Any]], preset: str | None = None
 ) -> Any:
     """A recipe's config from its defaults, a preset and ``key=value`` settings.
 

@@ -79,13 +79,7 @@ def _draw(folders: Mapping[str, Path], stop: threading.Event) -> None:
 
     width = max(len(name) for name in folders)
     bars = {
-        name: tqdm(
-            total=1,
-            desc=f"{name:<{width}} waiting",
-            position=i,
-            leave=True,
-            bar_format="{desc} {bar}{postfix}",
-        )
+        name: tqdm(total=1, desc=f"{name:<{width}} waiting", position=i, leave=True, bar_format="{desc} {bar}{postfix}")
         for i, name in enumerate(folders)
     }
     began = time.time()

@@ -45,9 +45,7 @@ def cell_key(config: Mapping[str, Any], version: str | None = None) -> str:
     try:
         text = json.dumps([config, version or metadata.version("probelens")], sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as err:
-        raise InputError(
-            f"a cell's config must be plain data (strings, numbers, None, lists, dicts): {err}"
-        ) from err
+        raise InputError(f"a cell's config must be plain data (strings, numbers, None, lists, dicts): {err}") from err
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -150,9 +148,7 @@ class Store:
         try:
             found = json.loads(path.read_text())
         except (OSError, ValueError, RecursionError) as err:
-            raise StoreError(
-                f"{str(path)!r} can't be read: {err}. Remove the cell and run the grid again."
-            ) from err
+            raise StoreError(f"{str(path)!r} can't be read: {err}. Remove the cell and run the grid again.") from err
         if not isinstance(found, dict):
             raise StoreError(f"{str(path)!r} is not a cell's config. Remove the cell and run the grid again.")
         return found

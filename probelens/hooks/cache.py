@@ -40,9 +40,7 @@ def slice_positions(tensor: Tensor, pos: Slice, axis: int = 1) -> Tensor:
     if pos is None:
         return tensor
     if tensor.ndim <= axis:
-        raise ShapeError(
-            f"positions {pos!r} asked of a tensor of shape {tuple(tensor.shape)}: no position axis"
-        )
+        raise ShapeError(f"positions {pos!r} asked of a tensor of shape {tuple(tensor.shape)}: no position axis")
     length = tensor.shape[axis]
     if isinstance(pos, tuple):
         pos = slice(*pos)
@@ -134,9 +132,7 @@ class ActivationCache(Mapping[str, Tensor]):
         size = sum(t.numel() * t.element_size() for t in self.cache_dict.values())
         return f"ActivationCache({len(self)} activations, {size / 2**20:.1f} MiB)"
 
-    def to(
-        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> ActivationCache:
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> ActivationCache:
         """Move every activation to a device or a dtype; changes this cache, and returns it.
 
         Args:
@@ -200,9 +196,7 @@ class ActivationCache(Mapping[str, Tensor]):
             raise ShapeError(f"examples {batch_slice!r} keep none of the batch. Leave them out to keep all")
         return ActivationCache(kept, self.model, not isinstance(index, int))
 
-    def stack_activation(
-        self, activation_name: str, layer: int = -1, sublayer_type: str | None = None
-    ) -> Tensor:
+    def stack_activation(self, activation_name: str, layer: int = -1, sublayer_type: str | None = None) -> Tensor:
         """One activation of several layers in one tensor.
 
         Args:
@@ -330,9 +324,7 @@ class ActivationCache(Mapping[str, Tensor]):
         if "hook_pos_embed" in self.cache_dict or bool(rest.any()):
             parts["pos_embed"] = rest
         if block and self.model is not None and self.model.adapter.renormed(0):
-            parts["0_pre_ln"] = (
-                self["resid_mid", 0] - resid - sum(self[mixer, 0] for mixer in self._mixers(0))
-            )
+            parts["0_pre_ln"] = self["resid_mid", 0] - resid - sum(self[mixer, 0] for mixer in self._mixers(0))
         return parts
 
     def _mixers(self, layer: int) -> list[str]:

@@ -95,17 +95,13 @@ class Call:
                 'Use return_type="logits" and compute a loss of your own.'
             )
         answers = tokens[:, 1:].to(logits.device)
-        losses = nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1).float(), answers.flatten(), reduction="none"
-        )
+        losses = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), answers.flatten(), reduction="none")
         shape = answers.shape
         if self.mask is None:
             return losses.view(shape) if per_token else losses.mean()
         weight = (self.mask[:, 1:] * self.mask[:, :-1]).flatten().to(losses)
         if not per_token and not bool(weight.any()):
-            raise InputError(
-                "the attention mask leaves no two neighbouring tokens, so there is nothing to predict"
-            )
+            raise InputError("the attention mask leaves no two neighbouring tokens, so there is nothing to predict")
         return (losses * weight).view(shape) if per_token else (losses * weight).sum() / weight.sum()
 
 
@@ -229,9 +225,7 @@ def put(output: Any, index: int | str | None, new: Any) -> Any:
     Raises:
         ShapeError: A tuple was asked for an entry by name.
     """
-    if isinstance(output, (Tensor, PackedSequence)) and not (
-        isinstance(output, PackedSequence) and index is not None
-    ):
+    if isinstance(output, (Tensor, PackedSequence)) and not (isinstance(output, PackedSequence) and index is not None):
         return new
     if isinstance(output, Mapping):
         key = index

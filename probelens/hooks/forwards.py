@@ -112,9 +112,7 @@ def refuse_replaced_forward(
 
 
 @contextlib.contextmanager
-def swapped_forward(
-    module: nn.Module, forward: Callable[..., Any], reads_weights: bool = True
-) -> Iterator[None]:
+def swapped_forward(module: nn.Module, forward: Callable[..., Any], reads_weights: bool = True) -> Iterator[None]:
     """Run ``forward`` instead of the module's own while the block lasts.
 
     The class and the state dict stay as they are: only the instance's ``forward`` attribute is
@@ -177,9 +175,7 @@ def with_weights(module: nn.Module, forward: Callable[..., Any]) -> Callable[...
         ``forward`` itself where nothing is offloaded.
     """
     own: Any = getattr(module, "_hf_hook", None)
-    below: list[Any] = [
-        m for m in module.modules() if m is not module and getattr(m, "_hf_hook", None) is not None
-    ]
+    below: list[Any] = [m for m in module.modules() if m is not module and getattr(m, "_hf_hook", None) is not None]
     if own is None and not below:
         return forward
 
@@ -383,9 +379,7 @@ def length_of_output(module: nn.Module, run: Callable[[], Any]) -> int:
         ShapeError: The run doesn't call the module.
     """
     seen: list[int] = []
-    handle = module.register_forward_hook(
-        lambda m, args, out: seen.append(len(out) if isinstance(out, tuple) else 0)
-    )
+    handle = module.register_forward_hook(lambda m, args, out: seen.append(len(out) if isinstance(out, tuple) else 0))
     try:
         with torch.no_grad():
             run()

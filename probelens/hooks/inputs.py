@@ -198,9 +198,7 @@ def positions_for_padding(
     # On the right padding reaches real tokens only where later tokens are read.
     if not before and not reads_both_ways(model, inputs):
         return extra
-    where = (
-        "padding before real tokens" if before else "padding on the right, in a model that reads both ways,"
-    )
+    where = "padding before real tokens" if before else "padding on the right, in a model that reads both ways,"
     instead = "Pad on the right, or run" if before else "Run"
     kind = type(model.module).__name__
     try:
@@ -341,11 +339,7 @@ def _kept_out_by(
         found = run(rows, slice(None), given, True)
         by_position = found.shape[:2] == (len(rows), mask.shape[1])
         return all(
-            agree(
-                one[real[row]] if by_position else one,
-                run([row], real[row], extra, False)[0],
-                model.cfg.dtype,
-            )
+            agree(one[real[row]] if by_position else one, run([row], real[row], extra, False)[0], model.cfg.dtype)
             for row, one in zip(rows, found, strict=True)
         )
 

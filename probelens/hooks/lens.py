@@ -236,9 +236,7 @@ class TransformerLensMethods:
         """
         ids = self.to_tokens(string, prepend_bos=False)[0].tolist()
         if len(ids) != 1:
-            raise InputError(
-                f"{string!r} is {len(ids)} tokens ({self.to_str_tokens(string, False)}), not one"
-            )
+            raise InputError(f"{string!r} is {len(ids)} tokens ({self.to_str_tokens(string, False)}), not one")
         return int(ids[0])
 
     def to_single_str_token(self, int_token: int) -> str:
@@ -278,9 +276,7 @@ class TransformerLensMethods:
         wanted = self.to_single_token(single_token) if isinstance(single_token, str) else int(single_token)
         found = (tokens.reshape(-1) == wanted).nonzero().flatten().tolist()
         if not found:
-            raise InputError(
-                f"token {single_token!r} doesn't occur in the {tokens.numel()} tokens of the input"
-            )
+            raise InputError(f"token {single_token!r} doesn't occur in the {tokens.numel()} tokens of the input")
         return int(found[0 if mode == "first" else -1])
 
     # -- what TransformerLens' models do as modules ----------------------------------------

@@ -131,9 +131,7 @@ class HookedModel(TransformerLensMethods):
         if start:
             require_start_at(self, start)
         if return_type not in ("logits", "loss", "both", None):
-            raise InputError(
-                f"return_type {return_type!r} is not known. Allowed: 'logits', 'loss', 'both', None"
-            )
+            raise InputError(f"return_type {return_type!r} is not known. Allowed: 'logits', 'loss', 'both', None")
         added = [e for e in self.switchboard.staying if e.here() and self.points.within(e.point, start, stop)]
         before = [e.fired + e.attached for e in added]
         call = self.prepare(inputs, attention_mask, start, kw)
@@ -169,9 +167,7 @@ class HookedModel(TransformerLensMethods):
         """
         return prepared(self, inputs, mask, start, dict(extra or {}))
 
-    def run(
-        self, call: Call, *, start: int | None = None, stop: int | None = None, resid: Tensor | None = None
-    ) -> Any:
+    def run(self, call: Call, *, start: int | None = None, stop: int | None = None, resid: Tensor | None = None) -> Any:
         """Run a prepared call, or some blocks of it, without checking that hooks fire.
 
         Args:
@@ -199,9 +195,7 @@ class HookedModel(TransformerLensMethods):
             except StopForward as stopped:
                 return stopped.resid
         if stop is not None:
-            raise HookNotFiredError(
-                f"the forward of this {type(self.module).__name__} ended before block {stop}"
-            )
+            raise HookNotFiredError(f"the forward of this {type(self.module).__name__} ended before block {stop}")
         return out
 
     def _entries(
@@ -340,9 +334,7 @@ class HookedModel(TransformerLensMethods):
                 out.backward()
                 check_fired(entries)
         order = {name: i for i, name in enumerate(self.points.named)}
-        done = {
-            name: torch.stack(kept, dim=1) if isinstance(kept, list) else kept for name, kept in cache.items()
-        }
+        done = {name: torch.stack(kept, dim=1) if isinstance(kept, list) else kept for name, kept in cache.items()}
         done = dict(sorted(done.items(), key=lambda kv: order.get(kv[0].removesuffix("_grad"), len(order))))
         result = ActivationCache(done, self)
         if remove_batch_dim:

@@ -158,8 +158,7 @@ class Points(NameTable):
 
         columns = ["name", "kind", "axes", "module", "aliases", "note"]
         rows = [
-            (p.name, p.kind, ", ".join(p.axes), p.module, ", ".join(p.aliases), p.note)
-            for p in self.match(names)[0]
+            (p.name, p.kind, ", ".join(p.axes), p.module, ", ".join(p.aliases), p.note) for p in self.match(names)[0]
         ]
         return pd.DataFrame(rows, columns=columns)
 
@@ -296,9 +295,7 @@ class Points(NameTable):
         if point.name in self.named:
             if point.block is not None:
                 return point.block - point.name.endswith(".hook_resid_pre")
-            return (
-                -1 if point.name.split(".")[0] in ("hook_embed", "embed", "hook_pos_embed") else self.n_layers
-            )
+            return -1 if point.name.split(".")[0] in ("hook_embed", "embed", "hook_pos_embed") else self.n_layers
         path, adapter = point.module, self.adapter
         entering = point.site is not None and point.site.side == "in"
         inside = adapter.blocks_with(path)

@@ -182,10 +182,7 @@ class HookPoint:
         )  # fmt: skip
 
     def add_hook(
-        self,
-        hook: Callable[..., Tensor | None],
-        dir: Literal["fwd", "bwd"] = "fwd",
-        is_permanent: bool = False,
+        self, hook: Callable[..., Tensor | None], dir: Literal["fwd", "bwd"] = "fwd", is_permanent: bool = False
     ) -> None:
         """``model.add_hook`` at this point.
 
@@ -196,9 +193,7 @@ class HookPoint:
         """
         self._model().add_hook(self, hook, dir, is_permanent)
 
-    def remove_hooks(
-        self, dir: Literal["fwd", "bwd", "both"] = "fwd", including_permanent: bool = False
-    ) -> None:
+    def remove_hooks(self, dir: Literal["fwd", "bwd", "both"] = "fwd", including_permanent: bool = False) -> None:
         """Remove the hooks that ``add_hook`` put at this point.
 
         Args:
@@ -214,9 +209,7 @@ class HookPoint:
     def _model(self) -> Any:
         model = self.owner() if self.owner is not None else None
         if model is None:
-            raise InputError(
-                f"hook point {self.name!r} belongs to no model that still exists: use model.add_hook"
-            )
+            raise InputError(f"hook point {self.name!r} belongs to no model that still exists: use model.add_hook")
         return model
 
     def __repr__(self) -> str:

@@ -63,9 +63,7 @@ class Wrapped(Protocol):
             As calling the model does.
         """
 
-    def run_with_cache(
-        self, inputs: Any, names_filter: Names = None, **kw: Any
-    ) -> tuple[Any, Mapping[str, Tensor]]:
+    def run_with_cache(self, inputs: Any, names_filter: Names = None, **kw: Any) -> tuple[Any, Mapping[str, Tensor]]:
         """Run once and keep activations.
 
         Args:
@@ -93,9 +91,7 @@ class Wrapped(Protocol):
             A call for ``run``.
         """
 
-    def run(
-        self, call: Call, *, start: int | None = None, stop: int | None = None, resid: Tensor | None = None
-    ) -> Any:
+    def run(self, call: Call, *, start: int | None = None, stop: int | None = None, resid: Tensor | None = None) -> Any:
         """Run a prepared call, or some blocks of it, without checking that hooks fire.
 
         Args:

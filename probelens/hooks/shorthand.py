@@ -181,9 +181,7 @@ class NameTable:
                 f"{short!r} fits points of {listed(sorted(parts))}. Give the layer type too: ({short!r}, "
                 f"{layer}, {part!r}) or 'blocks.{'*' if layer is None else layer}.{part}.{tail}'"
             )
-        found = parts.get(usual) or (
-            parts.get("") or next(iter(parts.values()), set()) if kind is None else set()
-        )
+        found = parts.get(usual) or (parts.get("") or next(iter(parts.values()), set()) if kind is None else set())
         return [name for name in self.names if name in found]
 
     def glob(self, pattern: str) -> list[str]:

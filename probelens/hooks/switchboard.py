@@ -101,9 +101,7 @@ class Tap:
         self._switchboard = switchboard
         self._names = names
 
-    def __call__(
-        self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None
-    ) -> Tensor:
+    def __call__(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
         """Offer a tensor at a point and go on with what comes back.
 
         Args:
@@ -120,9 +118,7 @@ class Tap:
             return tensor
         return self._switchboard.fire(full, tensor, pos, length)
 
-    def offer_last_use(
-        self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None
-    ) -> Tensor:
+    def offer_last_use(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
         """Offer a tensor that the forward doesn't use again: a recorder alone at the point keeps it as it is.
 
         Args:
@@ -239,12 +235,7 @@ class Switchboard:
         return [e for e in self.entries.get(name, ()) if e.here()]
 
     def fire(
-        self,
-        name: str,
-        tensor: Tensor,
-        pos: int | None = None,
-        length: int | None = None,
-        last_use: bool = False,
+        self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None, last_use: bool = False
     ) -> Tensor:
         """Call every hook at a point, in the order in which they were added.
 

@@ -254,9 +254,7 @@ def run_alone(model: Wrapped, call: Call) -> Tensor:
         try:
             out: Tensor = model.adapter.output(model.adapter.run(call))
         except Exception as err:
-            raise Untried(
-                f"its forward raises {type(err).__name__} ({err}) on the inputs of the trial"
-            ) from err
+            raise Untried(f"its forward raises {type(err).__name__} ({err}) on the inputs of the trial") from err
         return out
 
 

@@ -43,9 +43,7 @@ class VerifyReport(Rows):
         Column("name", str, "Hook point."),
         Column("kind", str, '"boundary", "interior" or "step".'),
         Column("fired", int, "How often a hook there was called in one run.", "times"),
-        Column(
-            "identity", float | None, "Largest change of the output by an edit that returns its input.", SIZE
-        ),
+        Column("identity", float | None, "Largest change of the output by an edit that returns its input.", SIZE),
         Column("edit", float | None, "Largest change of the output by random noise.", SIZE),
         Column(
             "restored",
@@ -206,19 +204,13 @@ def _two_inputs(model: Wrapped, inputs: Any, seed: int) -> tuple[Any, Any]:
         if not vocab:
             raise InputError("this model takes no tokens, so verify() needs inputs: model.verify(tensor)")
         inputs = torch.randint(vocab, (2, 8), generator=generator)
-    if (
-        isinstance(inputs, (str, list))
-        and model.tokenizer is not None
-        and all(isinstance(t, str) for t in inputs)
-    ):
+    if isinstance(inputs, (str, list)) and model.tokenizer is not None and all(isinstance(t, str) for t in inputs):
         inputs = tokens_of(model.adapter, inputs)[0]
     if not isinstance(inputs, Tensor):
         try:
             inputs = torch.as_tensor(inputs)
         except (TypeError, ValueError, RuntimeError) as err:
-            raise InputError(
-                f"verify() needs tokens, features, or text and a tokenizer, got {inputs!r}"
-            ) from err
+            raise InputError(f"verify() needs tokens, features, or text and a tokenizer, got {inputs!r}") from err
     if not inputs.numel():
         raise InputError("verify() needs inputs that aren't empty; without any it makes its own")
     if inputs.is_floating_point():

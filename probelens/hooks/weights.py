@@ -54,9 +54,7 @@ def weight_name(model: Wrapped, name: str) -> str:
         for found in (f"{block}.{inside}", f"{block}.{own}.{tail}"):
             if found in tensors:
                 return found
-        options = [
-            f"blocks.{layer}.{n.removeprefix(block + '.')}" for n in tensors if n.startswith(block + ".")
-        ]
+        options = [f"blocks.{layer}.{n.removeprefix(block + '.')}" for n in tensors if n.startswith(block + ".")]
     raise UnknownHookError(f"weight {name!r} not found. Nearest: {nearest(name, options) or options[:3]}")
 
 
@@ -80,18 +78,14 @@ def edited_weights(model: Model, edits: Mapping[str, Callable[[Tensor], Tensor]]
     try:
         for name, fn in edits.items():
             if not callable(fn):
-                raise InputError(
-                    f"edit_weights takes functions of a tensor, got {type(fn).__name__} for {name!r}"
-                )
+                raise InputError(f"edit_weights takes functions of a tensor, got {type(fn).__name__} for {name!r}")
             tensor = _need_data(name, tensors[weight_name(model, name)])
             before = tensor.detach().clone()
             with torch.no_grad():
                 new = fn(before.clone())
                 if not isinstance(new, Tensor) or new.shape != tensor.shape:
                     shown = tuple(new.shape) if isinstance(new, Tensor) else type(new).__name__
-                    raise ShapeError(
-                        f"the edit of {name!r} returned {shown}, the weight has {tuple(tensor.shape)}"
-                    )
+                    raise ShapeError(f"the edit of {name!r} returned {shown}, the weight has {tuple(tensor.shape)}")
                 saved.append((tensor, before))
                 tensor.copy_(new)
         yield model

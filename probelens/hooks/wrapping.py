@@ -151,9 +151,7 @@ def find_adapter(
     if wanted:
         # blocks="…" says that the user describes the model: the adapter that needs nothing else is meant.
         taking = [(key, cls) for key, cls in adapters().items() if wanted <= set(cls.options)]
-        chosen = [pair for pair in matching if pair in taking] or [
-            pair for pair in taking if pair[1].any_module
-        ]
+        chosen = [pair for pair in matching if pair in taking] or [pair for pair in taking if pair[1].any_module]
         if not chosen:
             if matching:
                 _check_options(matching[0][1], matching[0][0], wanted)
@@ -261,9 +259,7 @@ def _peft(module: Any) -> Any:
     """The base model, in whose layers LoRA and similar methods are. Other methods do more than that."""
     tuner, configs = module.base_model, list(module.peft_config.values())
     kind = ", ".join(str(getattr(c.peft_type, "value", c.peft_type)) for c in configs)
-    merged = (
-        "Wrap what it was trained on, or the model that merge_and_unload() gives, where the method has it."
-    )
+    merged = "Wrap what it was trained on, or the model that merge_and_unload() gives, where the method has it."
     if any(c.is_prompt_learning for c in configs):
         raise InputError(
             f"this PeftModel ({kind}) puts tokens of its own before the input, so that positions would not be those "

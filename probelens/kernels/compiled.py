@@ -16,16 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "conv",
-    "conv_gradients",
-    "kernels",
-    "scan",
-    "scan_gradients",
-    "scan_keeping",
-    "suits_conv",
-    "suits_scan",
-]
+__all__ = ["conv", "conv_gradients", "kernels", "scan", "scan_gradients", "scan_keeping", "suits_conv", "suits_scan"]
 
 # Loading numba and the compiled loops takes 0.4 s of CPU time, compiling them seconds, once per installation.
 _FEWEST_ELEMENTS = 1 << 20

@@ -79,9 +79,7 @@ def rnn_points(module: nn.Module) -> dict[str, KernelPoint]:
         for suffix in suffixes(m):
             for name in step_names(mode):
                 axis = "d_out" if name == "hook_h" and m.proj_size else "d_hidden"
-                points[f"{layer}.{name}{suffix}"] = KernelPoint(
-                    ("batch", "pos", axis), _NOTES[name[-1]], step=True
-                )
+                points[f"{layer}.{name}{suffix}"] = KernelPoint(("batch", "pos", axis), _NOTES[name[-1]], step=True)
         note = "h of every step, directions side by side; the final states don't see an edit here"
         points[f"{layer}.hook_out"] = KernelPoint(("batch", "pos", "d_out"), note)
     return points

@@ -139,8 +139,7 @@ def fused_kernel(x: Tensor, A: Tensor) -> Literal["numba", "torch"]:
     """
     if x.ndim != 3 or A.ndim != 2 or x.shape[2] != len(A):
         raise ShapeError(
-            "x must be (batch, pos, d_inner) and A (d_inner, d_state), "
-            f"got {tuple(x.shape)} and {tuple(A.shape)}"
+            f"x must be (batch, pos, d_inner) and A (d_inner, d_state), got {tuple(x.shape)} and {tuple(A.shape)}"
         )
     return "numba" if _compiled.suits_scan(x, A.T) else "torch"
 
@@ -245,8 +244,7 @@ def _check_shapes(
 ) -> None:
     if x.ndim != 3 or A.ndim != 2:
         raise ShapeError(
-            "x must be (batch, pos, d_inner) and A (d_inner, d_state), "
-            f"got {tuple(x.shape)} and {tuple(A.shape)}"
+            f"x must be (batch, pos, d_inner) and A (d_inner, d_state), got {tuple(x.shape)} and {tuple(A.shape)}"
         )
     batch, length, channels = x.shape
     d_state = A.shape[1]
@@ -263,8 +261,7 @@ def _check_shapes(
     for name, (tensor, shape) in expected.items():
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ShapeError(
-                f"{name} has shape {tuple(tensor.shape)}, "
-                f"but x {tuple(x.shape)} and A {tuple(A.shape)} need {shape}"
+                f"{name} has shape {tuple(tensor.shape)}, but x {tuple(x.shape)} and A {tuple(A.shape)} need {shape}"
             )
 
 
@@ -335,9 +332,7 @@ class _FusedScan(torch.autograd.Function):
         return y, last, states
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_y: Tensor, grad_last: Tensor, grad_states: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_y: Tensor, grad_last: Tensor, grad_states: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, saved = ctx.saved_tensors
         grads = (grad_y, grad_last, *((grad_states,) if ctx.keep else ()))
         with torch.autocast(saved.device.type, enabled=False):
@@ -350,9 +345,7 @@ class _FusedScan(torch.autograd.Function):
             return _backward(ctx, u, dt, A, B, C, saved, grad_y, grad_last, grad_states if ctx.keep else None)
 
 
-def _advance(
-    u: Tensor, dt: Tensor, A: Tensor, B: Tensor, state: Tensor, decay: Tensor, out: Tensor
-) -> Tensor:
+def _advance(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, state: Tensor, decay: Tensor, out: Tensor) -> Tensor:
     """Write the states of some steps to ``out`` and their decays to ``decay``; give the last state."""
     torch.mul(dt[:, :, None], A, out=decay).exp_()
     torch.mul(u[:, :, None], B[..., None], out=out)
@@ -401,9 +394,7 @@ def _backward(
                 grad, decay, tmp = all_grad[:m, :n], decays[here], all_tmp[:m, :n]
                 gy = gy_[now][:, :, None]
                 if g_C is not None:
-                    g_C[rows, now] = (
-                        torch.matmul(gy, state_after.transpose(-1, -2)).squeeze(2).transpose(0, 1)
-                    )
+                    g_C[rows, now] = torch.matmul(gy, state_after.transpose(-1, -2)).squeeze(2).transpose(0, 1)
                 torch.mul(gy, C_[now][..., None], out=grad)
                 if grad_states is not None:
                     grad.add_(grad_states[now, rows])

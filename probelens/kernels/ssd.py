@@ -159,9 +159,7 @@ def _chunks(
     return y, rearrange(states[-1], "b g h d state -> b (g h) d state") if need_state else x.new_empty(0)
 
 
-def _all_states(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, initial_state: Tensor | None
-) -> Tensor:
+def _all_states(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, initial_state: Tensor | None) -> Tensor:
     tensors = [x, dt, A, B] + ([] if initial_state is None else [initial_state])
     if torch.is_grad_enabled() and any(v.requires_grad for v in tensors):
         states = _ssd_by_steps(x, dt, A, B, C, None, initial_state, read_states=True).states
@@ -249,6 +247,5 @@ def _check_shapes(
         if tensor is not None and tuple(tensor.shape) not in shapes:
             allowed = " or ".join(map(str, shapes))
             raise ShapeError(
-                f"{name} has shape {tuple(tensor.shape)}, "
-                f"but x {tuple(x.shape)} and B {tuple(B.shape)} need {allowed}"
+                f"{name} has shape {tuple(tensor.shape)}, but x {tuple(x.shape)} and B {tuple(B.shape)} need {allowed}"
             )

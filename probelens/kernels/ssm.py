@@ -279,9 +279,7 @@ def mamba_step(
         raise ShapeError(f"one step takes (batch, d_model), got {tuple(hidden.shape)}")
     mixer = mamba2_mixer if is_mamba2(module) else mamba_mixer
     conv, ssm = state if state is not None else (None, None)
-    out, after = mixer(
-        module, hidden[:, None], tap, conv_state=conv, ssm_state=ssm, return_state=True, offset=offset
-    )
+    out, after = mixer(module, hidden[:, None], tap, conv_state=conv, ssm_state=ssm, return_state=True, offset=offset)
     return out[:, 0], after
 
 
@@ -363,9 +361,7 @@ def _size(m: Any, *names: str) -> int:
     for name in names:
         if isinstance(getattr(m, name, None), int):
             return int(getattr(m, name))
-    raise InputError(
-        f"{type(m).__name__} has none of the attributes {', '.join(names)}, needed to split x, B and C"
-    )
+    raise InputError(f"{type(m).__name__} has none of the attributes {', '.join(names)}, needed to split x, B and C")
 
 
 def _check_input(hidden: Tensor, mask: Tensor | None) -> None:
@@ -373,8 +369,7 @@ def _check_input(hidden: Tensor, mask: Tensor | None) -> None:
         raise ShapeError(f"a mixer takes (batch, pos, d_model), got {tuple(hidden.shape)}")
     if mask is not None and mask.shape != hidden.shape[:2]:
         raise ShapeError(
-            f"attention_mask has shape {tuple(mask.shape)}, "
-            f"but the input has (batch, pos) = {tuple(hidden.shape[:2])}"
+            f"attention_mask has shape {tuple(mask.shape)}, but the input has (batch, pos) = {tuple(hidden.shape[:2])}"
         )
 
 

@@ -11,16 +11,7 @@ from torch import Tensor
 
 from probelens.errors import InputError
 
-__all__ = [
-    "KernelPoint",
-    "NullTap",
-    "Tap",
-    "offer",
-    "offer_last_use",
-    "run_between",
-    "segments",
-    "steps_to_offer",
-]
+__all__ = ["KernelPoint", "NullTap", "Tap", "offer", "offer_last_use", "run_between", "segments", "steps_to_offer"]
 
 
 @dataclass(frozen=True)
@@ -46,9 +37,7 @@ class Tap(Protocol):
     read.
     """
 
-    def __call__(
-        self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None
-    ) -> Tensor:
+    def __call__(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
         """Offer a tensor; the result has the same shape."""
         ...
 
@@ -96,9 +85,7 @@ class NullTap:
         False
     """
 
-    def __call__(
-        self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None
-    ) -> Tensor:
+    def __call__(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
         return tensor
 
     def wants(self, name: str) -> bool:

@@ -121,9 +121,7 @@ def construct(config: FormalConfig) -> nn.Module:
     }
     hf: PretrainedConfig
     if config.arch == "transformer":
-        hf = transformers.GPTNeoXConfig(
-            **common, num_attention_heads=config.n_heads, intermediate_size=config.width
-        )
+        hf = transformers.GPTNeoXConfig(**common, num_attention_heads=config.n_heads, intermediate_size=config.width)
         return transformers.GPTNeoXForCausalLM(hf)
     expand = config.width // config.d_model
     if config.arch == "mamba":

@@ -107,19 +107,12 @@ def _check_sizes(fields: dict[str, Any], file: Path) -> None:
     with safe_open(file, framework="pt") as opened:
         there = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
     most = max((size for shape in there.values() for size in shape), default=0)
-    for name, limit in {
-        "n_layers": len(there),
-        "d_vocab": most,
-        "d_model": most,
-        "hidden_size": most,
-    }.items():
+    for name, limit in {"n_layers": len(there), "d_vocab": most, "d_model": most, "hidden_size": most}.items():
         value = fields.get(name)
         if isinstance(value, int) and value > limit:
             raise ValueError(f"{name}={value} is more than its {len(there)} tensors can be for")
     with torch.device("meta"):
-        wanted = {
-            key: tuple(t.shape) for key, t in construct(FormalConfig.from_dict(fields)).state_dict().items()
-        }
+        wanted = {key: tuple(t.shape) for key, t in construct(FormalConfig.from_dict(fields)).state_dict().items()}
     for key in (*wanted, *there):
         if wanted.get(key) != there.get(key):
             raise ValueError(f"{key!r} is {there.get(key)} in the file, and must be {wanted.get(key)}")

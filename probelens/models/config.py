@@ -78,9 +78,7 @@ class FormalConfig:
         if self.arch not in ARCHITECTURES:
             close = nearest(str(self.arch).lower(), ARCHITECTURES)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise InputError(
-                f"unknown architecture {self.arch!r}. Allowed: {', '.join(ARCHITECTURES)}.{hint}"
-            )
+            raise InputError(f"unknown architecture {self.arch!r}. Allowed: {', '.join(ARCHITECTURES)}.{hint}")
         for name in ("d_vocab", "n_layers", "d_model", "n_heads", *_OPTIONAL):
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
@@ -88,11 +86,7 @@ class FormalConfig:
             object.__setattr__(self, name, whole_number(name, value))
         object.__setattr__(self, "seed", whole_number("seed", self.seed, 0, 2**63 - 1))
         std = self.embedding_std
-        if (
-            isinstance(std, bool)
-            or not isinstance(std, (int, float))
-            or not (math.isfinite(std) and std >= 0)
-        ):
+        if isinstance(std, bool) or not isinstance(std, (int, float)) or not (math.isfinite(std) and std >= 0):
             raise InputError(f"embedding_std must be a finite number >= 0, not {std!r}.")
         object.__setattr__(self, "embedding_std", float(std))
         self._check_divisions()
@@ -168,9 +162,7 @@ class FormalConfig:
         names = [task.target] if label is None else [label] if isinstance(label, str) else list(label)
         for name in names:
             if name not in task.n_classes:
-                raise InputError(
-                    f"task {task.name!r} has no label {name!r}. It has: {', '.join(task.n_classes)}."
-                )
+                raise InputError(f"task {task.name!r} has no label {name!r}. It has: {', '.join(task.n_classes)}.")
         return cls(arch, d_vocab=max(task.d_vocab, sum(task.n_classes[name] for name in names)), **options)
 
     def to_dict(self) -> dict[str, Any]:

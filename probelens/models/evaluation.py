@@ -81,9 +81,7 @@ class EvalResult(Rows):
             if (row["length"], row["span"], row["label"]) == (length, span, label):
                 return float(row["accuracy"])
         have = sorted({(row["length"], row["span"], row["label"]) for row in self.rows})
-        raise InputError(
-            f"no accuracy for length {length}, span {span!r}, label {label!r}. There are: {have}."
-        )
+        raise InputError(f"no accuracy for length {length}, span {span!r}, label {label!r}. There are: {have}.")
 
     def to_dataframe(self) -> pd.DataFrame:
         """The rows, with the task's name."""
@@ -96,19 +94,14 @@ class EvalResult(Rows):
             Sentences, one per line.
         """
         n = max(row["n_sequences"] for row in self.rows)
-        lines = [
-            f"accuracy on {self.task}, {count(n, 'sequence')} of each length, trained at {self.trained_length}:"
-        ]
+        lines = [f"accuracy on {self.task}, {count(n, 'sequence')} of each length, trained at {self.trained_length}:"]
         where = {"trained": "up to the trained length", "beyond": "beyond it"}
         by_length: dict[tuple[str, int], list[str]] = {}
         for row in self.rows:
             if row["span"] in where:
                 said = f"{percent(row['accuracy'])}{between(row['lo'], row['hi'], hundredths)} {where[row['span']]}"
                 by_length.setdefault((row["label"], row["length"]), []).append(said)
-        return [
-            *lines,
-            *(f"  {label}, length {n}: {', '.join(said)}" for (label, n), said in by_length.items()),
-        ]
+        return [*lines, *(f"  {label}, length {n}: {', '.join(said)}" for (label, n), said in by_length.items())]
 
     def plot(self) -> go.Figure:
         """Accuracy against length, one line per span, one panel per label."""
@@ -204,9 +197,7 @@ def label_slices(task: Task, label: str | Sequence[str] | None) -> dict[str, sli
         raise InputError(f"label must name one label or several different ones, not {label!r}.")
     for name in names:
         if name not in task.n_classes:
-            raise InputError(
-                f"task {task.name!r} has no label {name!r}. It has: {', '.join(task.n_classes)}."
-            )
+            raise InputError(f"task {task.name!r} has no label {name!r}. It has: {', '.join(task.n_classes)}.")
     if len(names) == 1:
         return {names[0]: slice(None)}
     slices, start = {}, 0
@@ -266,17 +257,13 @@ def check_vocabulary(module: nn.Module, task: Task, slices: dict[str, slice]) ->
         width = logits_of(module, torch.zeros(1, 1, dtype=torch.long, device=param.device)).shape[-1]
     needed = sum(task.n_classes[name] for name in slices)
     if width < needed:
-        raise InputError(
-            f"the model has {width} logits, the classes of {', '.join(slices)} need {needed}. {_FIT}"
-        )
+        raise InputError(f"the model has {width} logits, the classes of {', '.join(slices)} need {needed}. {_FIT}")
 
 
 _FIT = "Build the model with FormalConfig.for_task(arch, task)."
 
 
-def predict(
-    module: nn.Module, tokens: Tensor, slices: dict[str, slice], batch_size: int
-) -> dict[str, Tensor]:
+def predict(module: nn.Module, tokens: Tensor, slices: dict[str, slice], batch_size: int) -> dict[str, Tensor]:
     """The most likely class at every position, for each label, on the CPU. (n, pos)"""
     device = next(module.parameters()).device
     parts: dict[str, list[Tensor]] = {name: [] for name in slices}
@@ -288,21 +275,10 @@ def predict(
 
 
 def _rows(
-    batch: Batch,
-    predicted: dict[str, Tensor],
-    task: Task,
-    length: int,
-    trained_length: int,
-    late: int,
-    seed: int,
+    batch: Batch, predicted: dict[str, Tensor], task: Task, length: int, trained_length: int, late: int, seed: int
 ) -> list[dict[str, Any]]:
     t = torch.arange(1, batch.tokens.shape[1] + 1) - (batch.tokens.shape[1] - length)
-    spans = {
-        "all": t > 0,
-        "trained": (t > 0) & (t <= trained_length),
-        "beyond": t > trained_length,
-        "late": t > late,
-    }
+    spans = {"all": t > 0, "trained": (t > 0) & (t <= trained_length), "beyond": t > trained_length, "late": t > late}
     rows = []
     for label, classes in predicted.items():
         truth = batch.labels[label]

@@ -64,9 +64,7 @@ def load(
         )
     from probelens.adapters.hf.decoder import load_pretrained
 
-    module, tokenizer = load_pretrained(
-        text, device=device, dtype=dtype, trust_remote_code=trust_remote_code, **kw
-    )
+    module, tokenizer = load_pretrained(text, device=device, dtype=dtype, trust_remote_code=trust_remote_code, **kw)
     return wrap(module, adapter, tokenizer=tokenizer)
 
 

@@ -17,14 +17,7 @@ import torch
 
 from probelens.errors import InputError
 from probelens.models.build import n_params
-from probelens.models.evaluation import (
-    Backend,
-    EvalResult,
-    check_vocabulary,
-    evaluate,
-    label_slices,
-    unwrap,
-)
+from probelens.models.evaluation import Backend, EvalResult, check_vocabulary, evaluate, label_slices, unwrap
 from probelens.models.train_config import TrainConfig
 from probelens.models.training_run import Interrupts, Run
 from probelens.numerics.modes import differentiable
@@ -191,9 +184,7 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _bar(
-    progress: bool | Callable[[dict[str, Any]], None], run: Run
-) -> Iterator[Callable[[dict[str, Any]], None]]:
+def _bar(progress: bool | Callable[[dict[str, Any]], None], run: Run) -> Iterator[Callable[[dict[str, Any]], None]]:
     """The function to call after each step."""
     if callable(progress):
         yield progress

@@ -51,12 +51,7 @@ class Run:
     """One training run. Its next step follows from what `save` writes, and from nothing else."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        task: Task,
-        config: TrainConfig,
-        slices: dict[str, slice],
-        folder: Path | None,
+        self, module: nn.Module, task: Task, config: TrainConfig, slices: dict[str, slice], folder: Path | None
     ) -> None:
         self.module, self.task, self.config, self.slices, self.folder = module, task, config, slices, folder
         self.device = next(module.parameters()).device
@@ -143,8 +138,7 @@ class Run:
                 setattr(self, name, state.progress[name])
         except (KeyError, ValueError, RuntimeError) as err:
             raise StoreError(
-                f"the checkpoint in {str(self.folder)!r} does not fit this model: {err}. "
-                "Nothing was changed there."
+                f"the checkpoint in {str(self.folder)!r} does not fit this model: {err}. Nothing was changed there."
             ) from err
         self.history = list(state.history)
 
@@ -318,7 +312,5 @@ def _difference(theirs: Any, ours: Any, where: str = "") -> str:
     """The differences between two identities as text."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         keys = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
-        return "; ".join(
-            _difference(theirs.get(k), ours.get(k), f"{where}.{k}" if where else k) for k in keys
-        )
+        return "; ".join(_difference(theirs.get(k), ours.get(k), f"{where}.{k}" if where else k) for k in keys)
     return f"{where} is {theirs!r} there and {ours!r} here"

@@ -2,6 +2,4 @@
 
 import lazy_loader
 
-__getattr__, __dir__, __all__ = lazy_loader.attach(
-    __name__, submodules=["indices", "metrics", "permutation", "stats"]
-)
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, submodules=["indices", "metrics", "permutation", "stats"])

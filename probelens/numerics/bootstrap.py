@@ -22,12 +22,7 @@ _CHUNK = 2**22  # elements of a resampling table held at once
 
 
 def resample(
-    nested: list[Array],
-    function: Statistic,
-    n_draws: int,
-    rng: np.random.Generator,
-    level: float,
-    z: float,
+    nested: list[Array], function: Statistic, n_draws: int, rng: np.random.Generator, level: float, z: float
 ) -> tuple[Array, Array, Array, Any]:
     """Per-seed statistics, raw draws, variance of the estimate and its degrees of freedom."""
     n_seeds = len(nested)

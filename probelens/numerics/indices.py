@@ -60,9 +60,7 @@ class ProfileIndices(Result):
         import pandas as pd
 
         if self.statistics is None:
-            table = pd.DataFrame(
-                {"statistic": [None], "estimate": [np.nan], "low": [np.nan], "high": [np.nan]}
-            )
+            table = pd.DataFrame({"statistic": [None], "estimate": [np.nan], "low": [np.nan], "high": [np.nan]})
         else:
             table = self.statistics.to_dataframe()
             table.insert(0, "statistic", list(STATISTICS))
@@ -78,9 +76,7 @@ class ProfileIndices(Result):
         for name in ("accuracy", "readability"):
             figure.add_scatter(x=layers, y=getattr(self, name).tolist(), name=name, mode="lines+markers")
         figure.add_hline(y=float(self.baseline.mean()), line_dash="dot", annotation_text="baseline")
-        return figure.update_layout(
-            title=f"verdict: {self.verdict}", xaxis_title="layer", yaxis_range=[0, 1.02]
-        )
+        return figure.update_layout(title=f"verdict: {self.verdict}", xaxis_title="layer", yaxis_range=[0, 1.02])
 
 
 def profile_statistics(accuracy: ArrayLike | Tensor, baseline: ArrayLike | Tensor) -> dict[str, Tensor]:
@@ -112,9 +108,7 @@ def profile_statistics(accuracy: ArrayLike | Tensor, baseline: ArrayLike | Tenso
         (1.0, 1.0, 3.0)
     """
     scaled = _scaled(as_array(accuracy), as_array(baseline))
-    return {
-        name: as_tensor(value) for name, value in zip(STATISTICS, np.moveaxis(_statistics(scaled), -1, 0))
-    }
+    return {name: as_tensor(value) for name, value in zip(STATISTICS, np.moveaxis(_statistics(scaled), -1, 0))}
 
 
 def verdict(low: dict[str, float], high: dict[str, float]) -> tuple[str, str]:
@@ -205,8 +199,7 @@ def profile_indices(
         "baseline": as_tensor(b),
         "learned": learned,
         "per_seed": tuple(
-            _words(_statistics(x.mean(axis=0)))[0] if good else "not learned"
-            for x, good in zip(scaled, learned)
+            _words(_statistics(x.mean(axis=0)))[0] if good else "not learned" for x, good in zip(scaled, learned)
         ),
     }
     if not kept:

@@ -125,9 +125,7 @@ def kl(logits: Tensor, reference: Tensor, mask: Tensor | None = None) -> Tensor:
     """
     logits, reference = tensor_of("logits", logits), tensor_of("reference", reference)
     if logits.shape != reference.shape:
-        raise ShapeError(
-            f"both runs need logits of one shape, got {tuple(logits.shape)} and {tuple(reference.shape)}"
-        )
+        raise ShapeError(f"both runs need logits of one shape, got {tuple(logits.shape)} and {tuple(reference.shape)}")
     keep = _check(logits, None, mask, labelled=False)
     _check(reference, None, mask, labelled=False)
     new, old = (x.to(_real(x)).log_softmax(-1) for x in (logits, reference))

@@ -52,9 +52,7 @@ class SignFlip(Result):
 
         table = pd.DataFrame({"mean": self.mean.reshape(-1).numpy(), "p": self.p.reshape(-1).numpy()})
         table.insert(0, "index", np.arange(len(table)))
-        return table.assign(
-            smallest_p=self.smallest_p, n=self.n, exact=self.exact, alternative=self.alternative
-        )
+        return table.assign(smallest_p=self.smallest_p, n=self.n, exact=self.exact, alternative=self.alternative)
 
 
 def smallest_p(n: int, alternative: Alternative = "two-sided") -> float:

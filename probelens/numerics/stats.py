@@ -85,13 +85,9 @@ class Interval(Result):
         """One row for each element of the statistic: index, estimate, low, high, se."""
         import pandas as pd
 
-        flat = {
-            name: getattr(self, name).reshape(-1).numpy() for name in ("estimate", "low", "high", "se", "df")
-        }
+        flat = {name: getattr(self, name).reshape(-1).numpy() for name in ("estimate", "low", "high", "se", "df")}
         table = pd.DataFrame({"index": np.arange(flat["estimate"].size), **flat})
-        return table.assign(
-            level=self.level, n_seeds=self.n_seeds, n_examples=self.n_examples, scope=self.scope
-        )
+        return table.assign(level=self.level, n_seeds=self.n_seeds, n_examples=self.n_examples, scope=self.scope)
 
     def plot(self) -> go.Figure:
         """Estimates with their intervals as error bars."""
@@ -287,9 +283,7 @@ def contrast(
     )
 
 
-def paired_difference(
-    a: Values, b: Values, seeds: ArrayLike | Tensor | None = None, **options: Any
-) -> Interval:
+def paired_difference(a: Values, b: Values, seeds: ArrayLike | Tensor | None = None, **options: Any) -> Interval:
     """Interval for the mean of a − b where both were measured on the same examples.
 
     Args:

@@ -36,9 +36,7 @@ def tensor_of(name: str, value: Any) -> Tensor:
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as err:
-        raise InputError(
-            f"{name} must be a tensor or an array of numbers, got a {type(value).__name__}"
-        ) from err
+        raise InputError(f"{name} must be a tensor or an array of numbers, got a {type(value).__name__}") from err
 
 
 def whole_number(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
@@ -93,15 +91,11 @@ def flat_rows(X: Any, *labels: Any, mask: Any = None) -> tuple[Tensor, ...]:
     """
     x = tensor_of("activations", X).detach()
     if x.ndim < 2 or not x.shape[-1] or not x.is_floating_point():
-        raise ShapeError(
-            f"activations must be floating point, (..., d), got {x.dtype} of shape {tuple(x.shape)}"
-        )
+        raise ShapeError(f"activations must be floating point, (..., d), got {x.dtype} of shape {tuple(x.shape)}")
     lead = x.shape[:-1]
     keep = None if mask is None else tensor_of("mask", mask).bool()
     if keep is not None and keep.shape != lead:
-        raise ShapeError(
-            f"mask has shape {tuple(keep.shape)}; it must be {tuple(lead)}, as the activations without d"
-        )
+        raise ShapeError(f"mask has shape {tuple(keep.shape)}; it must be {tuple(lead)}, as the activations without d")
     found = [x.reshape(lead.numel(), x.shape[-1])]
     for label in labels:
         z = tensor_of("labels", label).detach()

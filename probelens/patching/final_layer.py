@@ -60,20 +60,11 @@ class PatchSitesResult(Rows):
     """
 
     columns = (
-        Column(
-            "site", str, 'Letter of the site, "A" to "J"; "H+conv" is H with the tail of the convolution.'
-        ),
+        Column("site", str, 'Letter of the site, "A" to "J"; "H+conv" is H with the tail of the convolution.'),
         Column("description", str, "What is patched where."),
         Column("read", str, 'Where the answer is read: "m" or "T".'),
-        Column(
-            "expected", float | None, "1 or 0 where the architecture leaves no choice, otherwise None.", GAP
-        ),
-        Column(
-            "recovery",
-            float | None,
-            "Share of the clean−corrupted gap that the patch moves; not clipped.",
-            GAP,
-        ),
+        Column("expected", float | None, "1 or 0 where the architecture leaves no choice, otherwise None.", GAP),
+        Column("recovery", float | None, "Share of the clean−corrupted gap that the patch moves; not clipped.", GAP),
         Column("lo", float | None, "Lower end of its 95 % interval, over pairs.", GAP),
         Column("hi", float | None, "Upper end of it.", GAP),
         Column("n", int, "Pairs counted.", "pairs"),
@@ -147,9 +138,7 @@ class PatchSitesResult(Rows):
         """
         forced = [row for row in self.rows if row["holds"] is not None]
         wrong = [
-            f"{row['site']} is {row['recovery']:.3f}, not {row['expected']:g}"
-            for row in forced
-            if not row["holds"]
+            f"{row['site']} is {row['recovery']:.3f}, not {row['expected']:g}" for row in forced if not row["holds"]
         ]
         holds = listed(row["site"] for row in forced)
         free = [row for row in self.rows if row["holds"] is None and row["recovery"] is not None]
@@ -326,18 +315,14 @@ def _positions(pairs: Any, pos: int | Tensor | None) -> Tensor:
     differ = (pairs.clean != pairs.corrupted).cpu() & (torch.arange(length) <= read[:, None])
     last = torch.where(differ, torch.arange(length), -1).amax(1)
     if bool((last < 0).any()):
-        raise InputError(
-            "a pair differs only after the position at which it is read: nothing can be restored"
-        )
+        raise InputError("a pair differs only after the position at which it is read: nothing can be restored")
     if pos is None:
         m = (last + read) // 2
     else:
         m = torch.as_tensor(pos).long().cpu()
         m = m.expand(n).clone() if m.ndim == 0 else m
         if m.shape != (n,):
-            raise ShapeError(
-                f"pos must be one position, or ({n},) with one for each pair, got {tuple(m.shape)}"
-            )
+            raise ShapeError(f"pos must be one position, or ({n},) with one for each pair, got {tuple(m.shape)}")
         m = torch.where(m < 0, m + length, m)
     bad = (m < last) | (m >= read)
     if bool(bad.any()):

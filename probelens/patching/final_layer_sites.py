@@ -67,9 +67,7 @@ class Plan:
     def reason(self, site: str) -> str | None:
         """Why a site doesn't exist here, or None."""
         if site == "C" and self.mixer is None:
-            return (
-                f"no point for the output of the last mixer: block {self.n - 1} has no attn_out or mixer_out"
-            )
+            return f"no point for the output of the last mixer: block {self.n - 1} has no attn_out or mixer_out"
         if site[0] not in "HI":
             return None
         layers = range(self.n) if site == "I" else [self.n - 1]
@@ -150,9 +148,7 @@ class Plan:
             parts = []
             for name in self.points(run):
                 width = None if run in "FG" or name not in (self.after, self.before) else 1
-                parts.append(
-                    _write(self.model, name, held[name][:, :width], windows[name][:, :width], source.shape[1])
-                )
+                parts.append(_write(self.model, name, held[name][:, :width], windows[name][:, :width], source.shape[1]))
             out[run] = tuple(parts)
         return out
 

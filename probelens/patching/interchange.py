@@ -170,17 +170,13 @@ def interchange_plan(
     for name, space in spaces.items():
         made = _parts(model, pairs, name, space, kinds, draws, batch_size, seed)
         for column, label in zip(where, labels, strict=True):
-            parts += [
-                (Swapped({**m.about, "pos": label}, m.left, m.right, m.complement), column) for m in made
-            ]
+            parts += [(Swapped({**m.about, "pos": label}, m.left, m.right, m.complement), column) for m in made]
 
     def planned(of: Any, chosen: list[tuple[Swapped, Tensor | None]]) -> tuple[SweepPlan, Source]:
         mask = padding_mask(of.mask, model)
         values = Source(model, of.clean, list(spaces), mask)
         conditions = [
-            Condition(
-                (i,), (put_in(model, part.about["site"], values.at(part.about["site"]), column, part.edit),)
-            )
+            Condition((i,), (put_in(model, part.about["site"], values.at(part.about["site"]), column, part.edit),))
             for i, (part, column) in enumerate(chosen)
         ]
         return plan(
@@ -275,14 +271,7 @@ def interchange(
 
 
 def _parts(
-    model: HookedModel,
-    pairs: Any,
-    name: str,
-    space: Any,
-    kinds: Sequence[str],
-    draws: int,
-    batch_size: int,
-    seed: int,
+    model: HookedModel, pairs: Any, name: str, space: Any, kinds: Sequence[str], draws: int, batch_size: int, seed: int
 ) -> list[Swapped]:
     """What is interchanged at one site: the target, full and complement, and the controls."""
     from probelens.subspaces.fitted import top_pca

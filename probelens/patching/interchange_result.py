@@ -146,9 +146,7 @@ def interchange_rows(
     rows: list[dict[str, Any]] = []
     for i, row in enumerate(about):
         moved = float((values[i, kept, 2] - base[kept, 2]).double().sum())
-        rows.append(
-            {**row, **_share(values[i, kept, 0] > 0), "recovery": moved / gap if abs(gap) > 1e-12 else None}
-        )
+        rows.append({**row, **_share(values[i, kept, 0] > 0), "recovery": moved / gap if abs(gap) > 1e-12 else None})
     targets = [row for row in rows if row["condition"] == "target"]
     agreeing: dict[tuple[Any, Any], dict[str, Any]] = {}
     if same is not None:
@@ -231,10 +229,7 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
     if target["iia"] is None:
         return "underpowered"
     controls = [
-        r
-        for kind in ("random", "random_matched", "orthogonal_pca")
-        for r in by_kind.get(kind, [])
-        if not _contains(r)
+        r for kind in ("random", "random_matched", "orthogonal_pca") for r in by_kind.get(kind, []) if not _contains(r)
     ]
     bound = max((r["iia_hi"] for r in controls), default=0.0)
 

@@ -71,9 +71,7 @@ def columns(pos: Pos, length: int, n: int) -> tuple[list[Tensor | None], list[st
         return [None], ["all"]
     if isinstance(pos, str):
         if pos != "each":
-            raise InputError(
-                f"pos={pos!r} is not known. Allowed: None, 'each', an int, a slice, a list, a tensor"
-            )
+            raise InputError(f"pos={pos!r} is not known. Allowed: None, 'each', an int, a slice, a list, a tensor")
         pos = slice(None)
     if isinstance(pos, Tensor) and pos.ndim == 1 and len(pos) == n and n != 0:
         if bool(((pos < -length) | (pos >= length)).any()):

@@ -61,6 +61,6 @@ def patch(
         Denoising ρ = (LD_patch − LD_corr)/(LD_clean − LD_corr): Heimersheim and Nanda 2024,
         arXiv 2404.15255; Zhang and Nanda 2024, arXiv 2309.16042.
     """
-    return patch_plan(
-        model, pairs, sites, pos, mode, metric, joint=joint, batch_size=batch_size, memory=memory
-    ).run(progress)
+    return patch_plan(model, pairs, sites, pos, mode, metric, joint=joint, batch_size=batch_size, memory=memory).run(
+        progress
+    )

@@ -261,9 +261,7 @@ class PatchResult(Result):
         )
         lines.append("Half of the gap or more:")
         much = [[p for j, p in enumerate(self.positions) if recovery[i, j] >= 0.5] for i in range(len(spots))]
-        lines += [f"  {spot}, at {listed(found, 8)}" for spot, found in zip(spots, much) if found] or [
-            "  nowhere"
-        ]
+        lines += [f"  {spot}, at {listed(found, 8)}" for spot, found in zip(spots, much) if found] or ["  nowhere"]
         return lines
 
     def plot(self, tokens: Sequence[str] | None = None, correct_only: bool = True) -> go.Figure:

@@ -80,9 +80,7 @@ class Data:
             (numbers if y.is_floating_point() else classes)[str(name)] = y
         groups = torch.arange(shape[0]) if groups is None else tensor_of("groups", groups).cpu()
         if groups.shape != (shape[0],):
-            raise ShapeError(
-                f"groups has shape {tuple(groups.shape)}; it must be ({shape[0]},), one per sequence"
-            )
+            raise ShapeError(f"groups has shape {tuple(groups.shape)}; it must be ({shape[0]},), one per sequence")
         seen, at = _tokens(whole, kept, flat, shape)
         if whole is not None:
             counts = mask[:, None].expand(whole.shape) if flat else mask
@@ -121,11 +119,7 @@ class Data:
 
     def check(self, split: Split) -> None:
         """Raise where a side of a split has no label that counts, or test has too little for an interval."""
-        for side, rows, least in (
-            ("training", split.train, 1),
-            ("validation", split.val, 1),
-            ("test", split.test, 2),
-        ):
+        for side, rows, least in (("training", split.train, 1), ("validation", split.val, 1), ("test", split.test, 2)):
             found = int(self.mask[rows].any(1).sum())
             if found < least:
                 raise InputError(
@@ -173,9 +167,7 @@ def _sites(acts: Any) -> tuple[dict[str, Tensor], dict[str, int], Tensor | None]
         length = next(iter(tensors.values())).shape[1] if tensors else 0
         kept = torch.arange(length) if acts.pos is None else acts.pos
     else:
-        raise InputError(
-            f"acts must be Activations, a dict of tensors or a tensor, got {type(acts).__name__}"
-        )
+        raise InputError(f"acts must be Activations, a dict of tensors or a tensor, got {type(acts).__name__}")
     if not tensors:
         raise InputError("there are no activations to probe: acts is empty")
     return tensors, layers, kept

@@ -87,9 +87,7 @@ class Directions:
         if definition == "pattern":
             return self.pattern
         if definition not in ("filter", "class_means"):
-            raise InputError(
-                f"directions={definition!r} is not known. Allowed: {', '.join(map(repr, DEFINITIONS))}"
-            )
+            raise InputError(f"directions={definition!r} is not known. Allowed: {', '.join(map(repr, DEFINITIONS))}")
         rows = self.filter if definition == "filter" else self.class_means
         if definition == "filter" and len(rows) > 1:
             rows = rows - rows.mean(0)  # a softmax reads differences of rows only

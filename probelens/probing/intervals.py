@@ -29,9 +29,7 @@ def by_group(groups: Tensor, *per_sequence: Tensor) -> list[Tensor]:
     return [empty.index_add(0, where, values[counts].double()) for values in per_sequence]
 
 
-def share_interval(
-    right: Tensor, keep: Tensor, groups: Tensor, n_boot: int, seed: int
-) -> tuple[float, float]:
+def share_interval(right: Tensor, keep: Tensor, groups: Tensor, n_boot: int, seed: int) -> tuple[float, float]:
     """The 95 % interval of the share of right guesses, over groups.
 
     Args:

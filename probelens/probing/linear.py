@@ -314,7 +314,5 @@ def _vector(sample_weight: Any, n: int) -> np.ndarray:
     if weight.shape != (n,):
         raise ShapeError(f"sample_weight has shape {weight.shape}; it must be ({n},), one per row")
     if not np.isfinite(weight).all() or (weight < 0).any() or not weight.any():
-        raise InputError(
-            "sample_weight must be finite and not negative, and the weights must not all be zero"
-        )
+        raise InputError("sample_weight must be finite and not negative, and the weights must not all be zero")
     return weight

@@ -144,14 +144,7 @@ def _boundary(target: float, starts: np.ndarray) -> int:
 
 
 def _bits(
-    x: Tensor,
-    y: Tensor,
-    x_next: Tensor,
-    y_next: Tensor,
-    k: int,
-    Cs: Sequence[float],
-    starts: np.ndarray,
-    tol: float,
+    x: Tensor, y: Tensor, x_next: Tensor, y_next: Tensor, k: int, Cs: Sequence[float], starts: np.ndarray, tol: float
 ) -> float:
     """Bits of the next labels under a model of those already sent."""
     n = len(y)

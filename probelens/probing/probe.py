@@ -103,9 +103,7 @@ def probe(
     if max_rows is not None and max_rows < 2:
         raise InputError(f"max_rows must be at least 2, got {max_rows}")
     if control_task and data.tokens is None:
-        raise InputError(
-            "control_task=True needs tokens (n, pos): the control labels are a hash of the last ones"
-        )
+        raise InputError("control_task=True needs tokens (n, pos): the control labels are a hash of the last ones")
     out = ProbeResult([], {}, {}, {}, {}, {}, {})
     with progress_bar(len(seeds) * len(data.tensors), "probes", progress) as bar:
         for s in seeds:

@@ -22,14 +22,7 @@ from probelens.probing.mlp import mlp_accuracy
 from probelens.probing.solvers.logistic import DEFAULT_CS
 from probelens.probing.splits import FRACTIONS, Split, split_by_group
 
-__all__ = [
-    "PositionProbes",
-    "chance_margin",
-    "guess_accuracy",
-    "position_probes",
-    "refit_accuracy",
-    "refit_check",
-]
+__all__ = ["PositionProbes", "chance_margin", "guess_accuracy", "position_probes", "refit_accuracy", "refit_check"]
 
 _ALPHAS = tuple(10.0**k for k in range(-3, 4))
 
@@ -89,9 +82,7 @@ def position_probes(x: Tensor, labels: Tensor, mask: Tensor, split: Split) -> Po
     best = len(_ALPHAS) - 1 - int(right.flip(0).argmax())  # on a tie the larger penalty
     hits = (guesses[best] == truth) & keep
     return PositionProbes(
-        hits[keep].double().mean().item(),
-        (hits.double().sum(0) / keep.double().sum(0)).float(),
-        _ALPHAS[best],
+        hits[keep].double().mean().item(), (hits.double().sum(0) / keep.double().sum(0)).float(), _ALPHAS[best]
     )
 
 
@@ -161,14 +152,7 @@ def _ridge(x: Tensor, y: Tensor, others: list[Tensor], k: int) -> list[Tensor]:
 
 @exact
 def refit_accuracy(
-    clean: Tensor,
-    ablated: Tensor,
-    labels: Tensor,
-    mask: Tensor,
-    groups: Tensor,
-    *,
-    mlp: bool = True,
-    seed: int = 0,
+    clean: Tensor, ablated: Tensor, labels: Tensor, mask: Tensor, groups: Tensor, *, mlp: bool = True, seed: int = 0
 ) -> tuple[dict[str, Any], Tensor]:
     """Whether a label can still be read after an ablation: probes fitted before and after it.
 

@@ -13,17 +13,7 @@ from probelens.errors import InputError, UnknownHookError, nearest
 from probelens.probing.directions import Directions
 from probelens.results.columns import Column
 from probelens.results.rows import Rows
-from probelens.results.sentences import (
-    between,
-    count,
-    fixed,
-    hundredths,
-    listed,
-    percent,
-    place,
-    points,
-    valued,
-)
+from probelens.results.sentences import between, count, fixed, hundredths, listed, percent, place, points, valued
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -77,15 +67,9 @@ class ProbeResult(Rows):
         Column("kind", str, '"classification" for class ids, "regression" for numbers.'),
         Column("accuracy", float, "Share of the test positions that are right.", "fraction of 1", _CLASSES),
         Column(
-            "r2",
-            float,
-            "Share of the variance that is explained on test; 0 is the mean.",
-            "fraction of 1",
-            _NUMBERS,
+            "r2", float, "Share of the variance that is explained on test; 0 is the mean.", "fraction of 1", _NUMBERS
         ),
-        Column(
-            "lo", float, "Lower end of the 95 % interval of accuracy or r2, over groups.", "fraction of 1"
-        ),
+        Column("lo", float, "Lower end of the 95 % interval of accuracy or r2, over groups.", "fraction of 1"),
         Column("hi", float, "Upper end of it.", "fraction of 1"),
         Column("balanced_accuracy", float, "Mean recall of the classes in test.", "fraction of 1", _CLASSES),
         Column("mse", float, "Mean squared error on test.", "the label's, squared", _NUMBERS),
@@ -97,26 +81,14 @@ class ProbeResult(Rows):
         Column("n_classes", int, "Classes.", on=_CLASSES),
         Column("converged", bool, "Whether the solver reached its tolerance.", on=_CLASSES),
         Column("majority", float, "Accuracy of the most frequent class.", "fraction of 1", _CLASSES),
-        Column(
-            "position", float, "Score of the best guess from the position alone.", "fraction of 1", _TOKENS
-        ),
+        Column("position", float, "Score of the best guess from the position alone.", "fraction of 1", _TOKENS),
         Column("last_w", float, "Score of the best guess from the last w tokens.", "fraction of 1", _TOKENS),
+        Column("untrained", float, "Score of the untrained model.", "fraction of 1", "task rows, with untrained"),
         Column(
-            "untrained", float, "Score of the untrained model.", "fraction of 1", "task rows, with untrained"
+            "selectivity", float, "Score − that of the control task.", "fraction of 1", "task rows, with control_task"
         ),
         Column(
-            "selectivity",
-            float,
-            "Score − that of the control task.",
-            "fraction of 1",
-            "task rows, with control_task",
-        ),
-        Column(
-            "embedding",
-            float,
-            "Score at layer −1.",
-            "fraction of 1",
-            "task rows, with the embedding among the sites",
+            "embedding", float, "Score at layer −1.", "fraction of 1", "task rows, with the embedding among the sites"
         ),
         Column("codelength", float, "Online codelength of the labels.", "bits", _MDL),
         Column("uniform_codelength", float, "Codelength without a model.", "bits", _MDL),
@@ -170,9 +142,7 @@ class ProbeResult(Rows):
         """Seeds of the split."""
         return list(dict.fromkeys(row["seed"] for row in self.rows))
 
-    def row(
-        self, site: str, label: str | None = None, seed: int | None = None, control: str = TASK
-    ) -> dict[str, Any]:
+    def row(self, site: str, label: str | None = None, seed: int | None = None, control: str = TASK) -> dict[str, Any]:
         """The row of one probe.
 
         Args:
@@ -201,9 +171,7 @@ class ProbeResult(Rows):
             f"seeds: {self.seeds}, controls: {sorted({r['control'] for r in self.rows})}"
         )
 
-    def accuracy(
-        self, site: str, label: str | None = None, seed: int | None = None, control: str = TASK
-    ) -> float:
+    def accuracy(self, site: str, label: str | None = None, seed: int | None = None, control: str = TASK) -> float:
         """Test accuracy of one probe.
 
         Args:
@@ -240,9 +208,7 @@ class ProbeResult(Rows):
     def _score(self, row: Mapping[str, Any], name: str) -> float:
         if name not in row:
             other = "r2" if name == "accuracy" else "accuracy"
-            raise InputError(
-                f"label {row['label']!r} has no {name}, as its kind is {row['kind']}: ask for {other}"
-            )
+            raise InputError(f"label {row['label']!r} has no {name}, as its kind is {row['kind']}: ask for {other}")
         return float(row[name])
 
     def coef(self, site: str, label: str | None = None, seed: int | None = None) -> Tensor:
@@ -342,9 +308,7 @@ class ProbeResult(Rows):
             say = percent if "accuracy" in row else fixed
             end = hundredths if "accuracy" in row else fixed
             named = {
-                name: row[name]
-                for name in _BASELINES
-                if name in row and (name != "embedding" or row["layer"] != -1)
+                name: row[name] for name in _BASELINES if name in row and (name != "embedding" or row["layer"] != -1)
             }
             what = "accuracy" if "accuracy" in row else "R²"
             lines.append(
@@ -397,8 +361,5 @@ class ProbeResult(Rows):
         if name != "ValueProbeResult":
             return super()._read_former(name, fields)
         rows = [{**row, "control": TASK, "kind": "regression"} for row in fields["rows"]]
-        kept = {
-            part: {f"{k}|{TASK}": t[None] for k, t in fields[part].items()}
-            for part in ("coefs", "intercepts")
-        }
+        kept = {part: {f"{k}|{TASK}": t[None] for k, t in fields[part].items()} for part in ("coefs", "intercepts")}
         return {"rows": rows, **kept, "means": {}, "by_sequence": {}, "by_position": {}, "by_class": {}}

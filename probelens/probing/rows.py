@@ -71,13 +71,7 @@ class Recorder:
             # Both sides know which classes there are, whatever their ids.
             known = y[self.data.mask].unique()
             found = online_codelength(
-                features,
-                torch.searchsorted(known, y[rows]),
-                len(known),
-                groups=groups,
-                Cs=Cs,
-                seed=self.seed,
-                tol=tol,
+                features, torch.searchsorted(known, y[rows]), len(known), groups=groups, Cs=Cs, seed=self.seed, tol=tol
             )
             self.out.row(site, label, self.seed).update(
                 codelength=found.bits, uniform_codelength=found.uniform_bits, compression=found.compression
@@ -122,9 +116,7 @@ class Recorder:
         self.out.rows.append(row)
         return row
 
-    def _row(
-        self, site: str, label: str, control: str, fitted: Fitted, task: str, y: Tensor
-    ) -> dict[str, Any]:
+    def _row(self, site: str, label: str, control: str, fitted: Fitted, task: str, y: Tensor) -> dict[str, Any]:
         truth, keep = y[self.split.test], self.data.mask[self.split.test]
         guess, fit = fitted.guess[task], fitted.fits[task]
         right = (guess == truth) & keep

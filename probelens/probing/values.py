@@ -62,9 +62,7 @@ def fit_values(
     shared = Factorised.of(train, standardize=True, precise=True)
     out: list[dict[str, ValueFit]] = []
     for values in tasks:
-        truth = [
-            torch.stack([y[rows][mask[rows]].double() for y in values.values()], 1) for rows in sides[:2]
-        ]
+        truth = [torch.stack([y[rows][mask[rows]].double() for y in values.values()], 1) for rows in sides[:2]]
         fits = ridge_path(shared, truth[0], alphas)
         errors = torch.stack([(fit.predict(val.double()) - truth[1]).square().mean(0) for fit in fits])
         found: dict[str, ValueFit] = {}
@@ -73,9 +71,7 @@ def fit_values(
             guess = fit.predict(test.double())[:, j]
             rows = (len(train), len(val))
             directions = Directions.of(shared, fit.coef[j][None], truth[0][:, j])
-            found[label] = ValueFit(
-                fit.alpha, fit.coef[j].float(), fit.intercept[j].float(), guess, rows, directions
-            )
+            found[label] = ValueFit(fit.alpha, fit.coef[j].float(), fit.intercept[j].float(), guess, rows, directions)
         out.append(found)
     return out
 

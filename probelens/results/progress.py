@@ -24,9 +24,5 @@ def progress_bar(total: int | None, describe: str, show: bool, **kw: Any) -> Any
 
     notebook = "ipykernel" in sys.modules
     return tqdm(
-        total=total,
-        desc=describe,
-        disable=not show or not (notebook or sys.stderr.isatty()),
-        leave=False,
-        **kw,
+        total=total, desc=describe, disable=not show or not (notebook or sys.stderr.isatty()), leave=False, **kw
     )

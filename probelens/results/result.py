@@ -52,9 +52,7 @@ class Result:
         if "__repr__" not in cls.__dict__:
             cls.__repr__ = cls.__mro__[1].__repr__  # type: ignore[assignment,method-assign]
         if cls.__doc__ and cls.__dict__.get("columns"):
-            cls.__doc__ += "\n\n    Columns:\n" + "\n".join(
-                f"        {column}" for column in cls.__dict__["columns"]
-            )
+            cls.__doc__ += "\n\n    Columns:\n" + "\n".join(f"        {column}" for column in cls.__dict__["columns"])
 
     def __repr__(self) -> str:
         try:
@@ -138,9 +136,7 @@ class Result:
             if name != cls.__name__:
                 former = cls._read_former(name, fields)
                 if former is None:
-                    raise StoreError(
-                        f"{str(path)!r} holds a {name}, not a {cls.__name__}: use {name}.load()."
-                    )
+                    raise StoreError(f"{str(path)!r} holds a {name}, not a {cls.__name__}: use {name}.load().")
                 fields = former
             known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
             if set(fields) - known:

@@ -5,18 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = [
-    "between",
-    "count",
-    "hundredths",
-    "layers",
-    "listed",
-    "percent",
-    "place",
-    "points",
-    "share",
-    "valued",
-]
+__all__ = ["between", "count", "hundredths", "layers", "listed", "percent", "place", "points", "share", "valued"]
 
 
 def percent(value: float | None) -> str:

@@ -34,9 +34,7 @@ def fits(value: Any, hint: Any) -> bool:
     if origin is list:
         return isinstance(value, list) and all(fits(item, inner[0]) for item in value)
     if origin is dict:
-        return isinstance(value, dict) and all(
-            fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items()
-        )
+        return isinstance(value, dict) and all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
     if hint in (int, float):
         return isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
     return isinstance(value, hint) if isinstance(hint, type) else True
@@ -47,6 +45,4 @@ def said(hint: Any) -> str:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return " or ".join(map(said, typing.get_args(hint)))
     words = {type(None): "None", int: "an integer", float: "a number", bool: "true or false", str: "text"}
-    return words.get(
-        hint, hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
-    )
+    return words.get(hint, hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint))

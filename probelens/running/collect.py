@@ -168,9 +168,7 @@ def collect(
         )
     whole_number("batch_size", batch_size)
     if len(tokens) == 0 or tokens.shape[1] == 0:
-        raise InputError(
-            f"collect needs sequences with tokens, got {len(tokens)} sequences of {tokens.shape[1]}"
-        )
+        raise InputError(f"collect needs sequences with tokens, got {len(tokens)} sequences of {tokens.shape[1]}")
     if isinstance(pos, int):
         pos = [pos]
     length = tokens.shape[1]
@@ -237,9 +235,7 @@ def stops_at(model: HookedModel, names: list[str]) -> int | None:
     return last if last < model.cfg.n_layers else None
 
 
-def _inputs(
-    model: HookedModel, batch: Any, attention: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _inputs(model: HookedModel, batch: Any, attention: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
     tokens = getattr(batch, "tokens", None)
     if isinstance(tokens, Tensor):
         given = getattr(batch, "attention_mask", None) if attention is None else attention
@@ -253,9 +249,7 @@ def _inputs(
         tokens = batch
     elif (columns := _columns(batch)) is not None:
         if "input_ids" not in columns:
-            raise InputError(
-                f"inputs need a column 'input_ids', found {sorted(columns)}. Tokenize the text first."
-            )
+            raise InputError(f"inputs need a column 'input_ids', found {sorted(columns)}. Tokenize the text first.")
         tokens, made = _padded(columns["input_ids"], columns.get("attention_mask"))
         attention = made if attention is None else attention
     else:
@@ -358,9 +352,7 @@ def _key(
     attention: Tensor | None,
 ) -> str:
     digest = hashlib.sha256()
-    digest.update(
-        json.dumps([model.cfg.model_name, names, str(dtype), list(tokens.shape), kept.tolist()]).encode()
-    )
+    digest.update(json.dumps([model.cfg.model_name, names, str(dtype), list(tokens.shape), kept.tolist()]).encode())
     digest.update(tokens.cpu().contiguous().numpy().tobytes())
     if attention is not None:
         digest.update(attention.bool().cpu().contiguous().numpy().tobytes())

@@ -69,15 +69,11 @@ class Stream:
             found = json.loads(text)
             written, same, self.done = found["format"], found["key"] == self.key, int(found["done"])
             self.files = {name: Path(file).name for name, file in found["files"].items()}
-            self.arrays = {
-                name: (str(dtype), tuple(shape)) for name, (dtype, shape) in found["arrays"].items()
-            }
+            self.arrays = {name: (str(dtype), tuple(shape)) for name, (dtype, shape) in found["arrays"].items()}
             self.sums = [[int(value) for value in part] for part in found["sums"]]
             ends = [0, *(part[0] for part in self.sums)]
         except (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError) as err:
-            raise StoreError(
-                f"{str(self.record)!r} is damaged ({err}). Remove the folder or choose another."
-            ) from err
+            raise StoreError(f"{str(self.record)!r} is damaged ({err}). Remove the folder or choose another.") from err
         if not same or written != _FORMAT:
             what = (
                 f"a stream of format {written}, and this probelens reads format {_FORMAT}" if written != _FORMAT
@@ -222,9 +218,7 @@ class Stream:
         if not hasattr(mmap, "MAP_PRIVATE"):
             return np.load(path, mmap_mode="c", allow_pickle=False)
         # numpy's own mode "c" asks the system to set memory aside for all of it, refused for files larger than that.
-        flags = mmap.MAP_PRIVATE | (
-            0x4000 if sys.platform == "linux" else 0
-        )  # MAP_NORESERVE, named from Python 3.13
+        flags = mmap.MAP_PRIVATE | (0x4000 if sys.platform == "linux" else 0)  # MAP_NORESERVE, named from Python 3.13
         try:
             with path.open("rb") as file:
                 pages = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
@@ -250,9 +244,7 @@ def need_storable(dtype: torch.dtype) -> None:
 
 def _advice(err: Exception) -> str:
     if isinstance(err, OSError) and err.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return (
-            "Permission denied. Fix the folder's permissions or choose another one; its data may be intact."
-        )
+        return "Permission denied. Fix the folder's permissions or choose another one; its data may be intact."
     return "Remove the folder to collect again."
 
 

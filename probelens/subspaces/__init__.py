@@ -1,16 +1,7 @@
 """Directions and subspaces fitted from activations, and erasers."""
 
 from probelens.subspaces.directions import between_share, directions, variance_share
-from probelens.subspaces.fitted import (
-    class_means,
-    from_probe,
-    mean_difference,
-    moments,
-    pca,
-    probe_rows,
-    svd,
-    top_pca,
-)
+from probelens.subspaces.fitted import class_means, from_probe, mean_difference, moments, pca, probe_rows, svd, top_pca
 from probelens.subspaces.inlp import Inlp, inlp
 from probelens.subspaces.leace import Eraser, LeaceFitter, leace
 from probelens.subspaces.matched import random, random_matched

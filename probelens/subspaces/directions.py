@@ -50,9 +50,7 @@ def directions(
     if not hasattr(probes, "directions") or not hasattr(probes, "sites"):
         raise InputError(f"directions need what probelens.probe() returned, not a {type(probes).__name__}")
     if definition not in DEFINITIONS:
-        raise InputError(
-            f"directions={definition!r} is not known. Allowed: {', '.join(map(repr, DEFINITIONS))}"
-        )
+        raise InputError(f"directions={definition!r} is not known. Allowed: {', '.join(map(repr, DEFINITIONS))}")
     if rank is not None and rank < 1:
         raise InputError(f"rank={rank}: it must be at least 1")
     out: dict[str, Subspace | Eraser] = {}

@@ -15,16 +15,7 @@ from probelens.numerics.linalg import eigenvectors, orthonormal_rows
 from probelens.numerics.tensors import flat_rows, tensor_of, to_float64, whole_number
 from probelens.subspaces.subspace import Subspace
 
-__all__ = [
-    "class_means",
-    "from_probe",
-    "mean_difference",
-    "moments",
-    "pca",
-    "probe_rows",
-    "svd",
-    "top_pca",
-]
+__all__ = ["class_means", "from_probe", "mean_difference", "moments", "pca", "probe_rows", "svd", "top_pca"]
 
 _CHUNK = 8192
 
@@ -133,15 +124,11 @@ def probe_rows(probes: Any, label: str | None = None, *, rank: int | None = None
             spaces[site] = Subspace(rows[:0], mean, name)
         else:
             space = from_probe(rows, mean, label=name)
-            spaces[site] = (
-                space if rank is None else Subspace(_cut(space.basis, min(rank, space.rank)), mean, name)
-            )
+            spaces[site] = space if rank is None else Subspace(_cut(space.basis, min(rank, space.rank)), mean, name)
     return spaces
 
 
-def mean_difference(
-    X: Tensor, y: Tensor, mask: Tensor | None = None, *, label: str = "mean difference"
-) -> Subspace:
+def mean_difference(X: Tensor, y: Tensor, mask: Tensor | None = None, *, label: str = "mean difference") -> Subspace:
     """The line between the means of two classes.
 
     For two classes projecting it out makes the class means equal, which guards against every

@@ -64,9 +64,7 @@ class Inlp(Subspace):
         """Held-out accuracy of the refitted probe against the rank removed."""
         import plotly.express as px
 
-        figure = px.line(
-            self.to_dataframe(), x="rank", y="accuracy", markers=True, title=f"INLP: {self.stopped}"
-        )
+        figure = px.line(self.to_dataframe(), x="rank", y="accuracy", markers=True, title=f"INLP: {self.stopped}")
         figure.add_hline(y=self.baseline, line_dash="dot", annotation_text="baseline")
         return figure
 

@@ -81,9 +81,7 @@ class Eraser(Result):
         """
         x = tensor_of("activations", x)
         if x.shape[-1:] != (self.d,):
-            raise ShapeError(
-                f"eraser {self.label!r} was fitted on width {self.d}, got activations {tuple(x.shape)}"
-            )
+            raise ShapeError(f"eraser {self.label!r} was fitted on width {self.d}, got activations {tuple(x.shape)}")
         full = to_float64(x)
         left, right, mean = (t.to(full.device) for t in (self.left, self.right, self.mean))
         return (full - (full - mean) @ right.mT @ left.mT).to(device=x.device, dtype=x.dtype)
@@ -204,9 +202,7 @@ class LeaceFitter:
             self._merge(other.n, other.mean, other._mean_z, other._xx, other._xz, other._zz, other._classes)
         return self
 
-    def _merge(
-        self, n: int, mean: Tensor, mean_z: Tensor, xx: Tensor, xz: Tensor, zz: Tensor, classes: bool
-    ) -> None:
+    def _merge(self, n: int, mean: Tensor, mean_z: Tensor, xx: Tensor, xz: Tensor, zz: Tensor, classes: bool) -> None:
         self._eraser = None
         if self.n == 0:
             self.n, self._classes = n, classes
@@ -262,9 +258,7 @@ class LeaceFitter:
         varies = (self._zz.diagonal() > rounding).to(self._zz)
         root_z, _ = _whitening(self._zz * torch.outer(varies, varies) / self.n, floor=1e-10)
         if root_z.shape[1] == 0:
-            raise InputError(
-                f"the label is constant over {self.n} rows (one class only): there is nothing to erase"
-            )
+            raise InputError(f"the label is constant over {self.n} rows (one class only): there is nothing to erase")
         eps = torch.finfo(self._xx.dtype).eps
         white, unwhite = _whitening(self.covariance, floor=len(self.mean) * eps)
         # With z whitened as well the singular values are canonical correlations, between 0 and 1, and a

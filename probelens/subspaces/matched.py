@@ -14,9 +14,7 @@ from probelens.subspaces.subspace import Subspace
 __all__ = ["random", "random_matched"]
 
 
-def random(
-    rank: int, d: int, seed: int = 0, *, mean: Tensor | None = None, label: str = "random"
-) -> Subspace:
+def random(rank: int, d: int, seed: int = 0, *, mean: Tensor | None = None, label: str = "random") -> Subspace:
     """A subspace drawn uniformly among all of its rank.
 
     Args:

@@ -49,13 +49,11 @@ class Subspace(Result):
 
     def __post_init__(self) -> None:
         basis, mean = (
-            to_float64(tensor_of(name, t).detach())
-            for name, t in (("basis", self.basis), ("mean", self.mean))
+            to_float64(tensor_of(name, t).detach()) for name, t in (("basis", self.basis), ("mean", self.mean))
         )
         if basis.ndim != 2 or mean.shape != basis.shape[1:]:
             raise ShapeError(
-                f"a subspace needs a basis (rank, d) and a mean (d,), "
-                f"got {tuple(basis.shape)} and {tuple(mean.shape)}"
+                f"a subspace needs a basis (rank, d) and a mean (d,), got {tuple(basis.shape)} and {tuple(mean.shape)}"
             )
         if len(basis) > basis.shape[1]:
             raise ShapeError(f"{len(basis)} directions can't be independent in width {basis.shape[1]}")
@@ -216,9 +214,7 @@ class Subspace(Result):
         Returns:
             Of rank d − rank.
         """
-        full = (
-            torch.linalg.qr(self.basis.mT, mode="complete").Q.mT if self.rank else torch.eye(self.d).double()
-        )
+        full = torch.linalg.qr(self.basis.mT, mode="complete").Q.mT if self.rank else torch.eye(self.d).double()
         return Subspace(full[self.rank :], self.mean, f"not {self.label}" if label is None else label)
 
     def to_dataframe(self) -> pd.DataFrame:

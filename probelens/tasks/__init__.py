@@ -63,17 +63,11 @@ def make(config: Mapping[str, Any] | str, **options: Any) -> Task:
     if key not in classes and key[:1] in "zsa" and key[1:].isdigit():
         key, options = "groupwords", {"group": key.upper(), **options}
     if key not in classes:
-        snake = (
-            re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
-            for cls in _TASKS
-            if cls is not GroupWords
-        )
+        snake = (re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower() for cls in _TASKS if cls is not GroupWords)
         # Words of a group are named by the group.
         choice("task", name, (*snake, "S3", "Z5", "A5"))
     cls = classes[key]
     try:
         return cls(**options)
     except TypeError as err:
-        raise InputError(
-            f"{cls.__name__} can't be made from {options}: {err}. See help({cls.__name__})."
-        ) from None
+        raise InputError(f"{cls.__name__} can't be made from {options}: {err}. See help({cls.__name__}).") from None

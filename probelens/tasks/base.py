@@ -140,14 +140,7 @@ class Task(Vocabulary, ABC):
         what = f"{self.name} whose {label!r} at position {read} depends on an early token"
         draw = partial(self.draw, length=length, rng=rng)
         return change_one_token(
-            draw,
-            self.legal,
-            lambda symbols: self.annotate(symbols)[label],
-            n,
-            self.n_symbols,
-            read,
-            rng,
-            what,
+            draw, self.legal, lambda symbols: self.annotate(symbols)[label], n, self.n_symbols, read, rng, what
         )
 
     # Derived from it
@@ -216,13 +209,7 @@ class Task(Vocabulary, ABC):
         return out
 
     def stream(
-        self,
-        batch_size: int,
-        length: int = 40,
-        seed: int = 0,
-        *,
-        exclude: Exclude | None = None,
-        start: int = 0,
+        self, batch_size: int, length: int = 40, seed: int = 0, *, exclude: Exclude | None = None, start: int = 0
     ) -> Iterator[Batch]:
         """Fresh training batches without end.
 
@@ -279,13 +266,7 @@ class Task(Vocabulary, ABC):
         return self._batch(self._symbols(Batch(tokens).tokens)).labels
 
     def pairs(
-        self,
-        n: int,
-        length: int = 40,
-        seed: int = 0,
-        *,
-        label: str | None = None,
-        read_pos: int | None = None,
+        self, n: int, length: int = 40, seed: int = 0, *, label: str | None = None, read_pos: int | None = None
     ) -> PatchPairs:
         """Clean and corrupted strings that differ in one token of the first half, before where they are read.
 
@@ -331,9 +312,7 @@ class Task(Vocabulary, ABC):
         for name, batch in (("train", train), ("test", test)):
             if not isinstance(batch, Batch) or label not in batch.labels:
                 raise InputError(f"{name} has no label {label!r}; pass a Batch drawn from this task.")
-        return baselines(
-            train.tokens, train.labels[label], test.tokens, test.labels[label], train.mask, test.mask, w=w
-        )
+        return baselines(train.tokens, train.labels[label], test.tokens, test.labels[label], train.mask, test.mask, w=w)
 
     def _batch(self, symbols: np.ndarray, first_group: int = 0) -> Batch:
         labels = {name: torch.from_numpy(to_int64(values)) for name, values in self.annotate(symbols).items()}
@@ -373,8 +352,6 @@ class Task(Vocabulary, ABC):
         return self._batch(avoid(draw, n, hashes, f"{self.name} of length {length}"))
 
     def _hashes(self, exclude: Exclude | None, length: int) -> np.ndarray | None:
-        tokens = [
-            Batch(part.tokens if isinstance(part, Batch) else part).tokens for part in parts_of(exclude)
-        ]
+        tokens = [Batch(part.tokens if isinstance(part, Batch) else part).tokens for part in parts_of(exclude)]
         found = [hashed(self._symbols(x)) for x in tokens if x.shape[1] == length + self.bos]
         return np.unique(np.concatenate(found)) if found else None

@@ -20,11 +20,7 @@ __all__ = ["baseline_predictions", "baselines", "windows"]
 
 
 def baseline_predictions(
-    train_tokens: Tensor,
-    train_labels: Tensor,
-    test_tokens: Tensor,
-    train_mask: Tensor | None = None,
-    w: int = 4,
+    train_tokens: Tensor, train_labels: Tensor, test_tokens: Tensor, train_mask: Tensor | None = None, w: int = 4
 ) -> dict[str, np.ndarray]:
     """Guesses of each baseline at every position of the test sequences.
 

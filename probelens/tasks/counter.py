@@ -46,9 +46,7 @@ class Counter(Task):
         tensor([[1, 2, 2, 1, 0, 0, 1]])
     """
 
-    def __init__(
-        self, max_depth: int = 10, noop: float = 0.0, target: str = "depth", bos: bool = False
-    ) -> None:
+    def __init__(self, max_depth: int = 10, noop: float = 0.0, target: str = "depth", bos: bool = False) -> None:
         self.max_depth = whole_number("max_depth", max_depth)
         self.noop = probability("noop", noop)
         symbols = ["+", "-", *(["."] if self.noop else [])]

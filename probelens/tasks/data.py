@@ -240,9 +240,7 @@ def _set(target: Any, **values: Any) -> None:
 
 def _integers(name: str, values: Any, shape: tuple[int, ...], meaning: str) -> Tensor:
     if not isinstance(values, Tensor):
-        raise InputError(
-            f"{name} is a {type(values).__name__}; it must be a tensor ({meaning}). Use torch.as_tensor."
-        )
+        raise InputError(f"{name} is a {type(values).__name__}; it must be a tensor ({meaning}). Use torch.as_tensor.")
     if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
         raise InputError(f"{name} has dtype {values.dtype}; it must be int64 ({meaning}). Use .long().")
     if tuple(values.shape) != shape:
@@ -270,9 +268,7 @@ def _mask(mask: Any, like: Tensor, name: str) -> Tensor:
         found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise InputError(f"mask is {found}; it must be a bool tensor, True where labels count: mask.bool().")
     if mask.shape != like.shape:
-        raise ShapeError(
-            f"mask has shape {tuple(mask.shape)}; it must be {tuple(like.shape)}, the shape of {name}."
-        )
+        raise ShapeError(f"mask has shape {tuple(mask.shape)}; it must be {tuple(like.shape)}, the shape of {name}.")
     return mask
 
 

@@ -72,12 +72,7 @@ class Dyck(Task):
     """
 
     def __init__(
-        self,
-        k: int = 2,
-        max_depth: int = 10,
-        noop: float = 0.0,
-        target: str = "depth",
-        bos: bool = False,
+        self, k: int = 2, max_depth: int = 10, noop: float = 0.0, target: str = "depth", bos: bool = False
     ) -> None:
         self.k = whole_number("k", k)
         self.max_depth = whole_number("max_depth", max_depth)

@@ -95,13 +95,7 @@ class FlipFlop(Task):
         return 2 * 5 ** (pairs - 1) * (3 if dangling else 1) if pairs else 1
 
     def pairs(
-        self,
-        n: int,
-        length: int = 40,
-        seed: int = 0,
-        *,
-        label: str | None = None,
-        read_pos: int | None = None,
+        self, n: int, length: int = 40, seed: int = 0, *, label: str | None = None, read_pos: int | None = None
     ) -> PatchPairs:
         """Pairs as `Task.pairs`; ``label="recall"`` is read at an instruction.
 

@@ -70,11 +70,7 @@ class GroupWords(Task):
     """
 
     def __init__(
-        self,
-        group: str,
-        generators: str | Sequence[str] = "all",
-        target: str = "state",
-        bos: bool = False,
+        self, group: str, generators: str | Sequence[str] = "all", target: str = "state", bos: bool = False
     ) -> None:
         self.group = group
         self.generators = generators if isinstance(generators, str) else tuple(generators)
@@ -123,13 +119,8 @@ class GroupWords(Task):
     def _generators(self, kind: str, elements: list[tuple[int, ...]]) -> list[int] | np.ndarray:
         if not isinstance(self.generators, str):
             if not self.generators or len(set(self.generators)) < len(self.generators):
-                raise InputError(
-                    f"generators={self.generators!r}; list at least one element, each only once."
-                )
-            return [
-                self.elements.index(choice(f"element of {self.group}", g, self.elements))
-                for g in self.generators
-            ]
+                raise InputError(f"generators={self.generators!r}; list at least one element, each only once.")
+            return [self.elements.index(choice(f"element of {self.group}", g, self.elements)) for g in self.generators]
         name = choice("generators", self.generators, _SETS)
         fits = {"transpositions": "S", "adjacent": "S", "cycles": "A", "step": "Z"}.get(name, kind)
         if fits != kind:

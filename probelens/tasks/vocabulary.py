@@ -114,9 +114,7 @@ class Vocabulary:
         symbols = tokens.cpu().numpy()
         if self.bos:
             if symbols.shape[1] < 2 or (symbols[:, 0] != self.d_vocab - 1).any():
-                raise InputError(
-                    f"strings of this task start with {BOS}, id {self.d_vocab - 1}: put it in front."
-                )
+                raise InputError(f"strings of this task start with {BOS}, id {self.d_vocab - 1}: put it in front.")
             symbols = symbols[:, 1:]
         if symbols.size and symbols.max() >= self.n_symbols:
             raise InputError(

@@ -44,9 +44,7 @@ class Sums(nn.Module):
         return self.head(self.norm(x))
 
 
-def known(
-    n: int = 60, bos: bool = False, seed: int = 0, wide: bool = False
-) -> tuple[pl.HookedModel, pl.Batch]:
+def known(n: int = 60, bos: bool = False, seed: int = 0, wide: bool = False) -> tuple[pl.HookedModel, pl.Batch]:
     """Four answers, two bits along axes 0 and 1; everything else is noise that nothing reads."""
     gen = torch.Generator().manual_seed(seed)
     codes = torch.randn(64, D, generator=gen) * torch.linspace(3.0, 0.5, D)
@@ -82,9 +80,7 @@ def test_drop_and_damage_are_those_of_arithmetic() -> None:
     model, batch = known()
     # Along axis 0 the code goes to 0, so that answers 0/1 and 2/3 tie and argmax takes the even one.
     got = target(
-        pl.ablate(
-            model, batch, {"blocks.0.hook_resid_post": axes(0)}, label="answer", controls=0, refit=False
-        )
+        pl.ablate(model, batch, {"blocks.0.hook_resid_post": axes(0)}, label="answer", controls=0, refit=False)
     )
     even = (batch.labels["answer"] % 2 == 0).double().mean().item()
     chance = torch.bincount(batch.labels["answer"].flatten()).max().item() / batch.tokens.numel()
@@ -108,9 +104,7 @@ def test_a_subspace_that_nothing_reads_costs_nothing_and_one_that_is_read_costs_
 
 def test_the_effect_is_the_damage_beyond_the_mean_of_the_matched_controls() -> None:
     model, batch = known()
-    got = pl.ablate(
-        model, batch, {"blocks.0.hook_resid_post": axes(0, 4)}, label="answer", controls=6, refit=False
-    )
+    got = pl.ablate(model, batch, {"blocks.0.hook_resid_post": axes(0, 4)}, label="answer", controls=6, refit=False)
     rows, row = got.rows, target(got)
     matched = [r["damage"] for r in rows if r["condition"] == "random_matched"]
     assert len(matched) == 6
@@ -239,9 +233,7 @@ def spare_leace(spare: World) -> pl.Eraser:
     return pl.leace(spare.acts(spare.fit), spare.fit.labels["y"])
 
 
-def test_erased_when_no_probe_recovers_and_inconclusive_when_one_does(
-    spare: World, spare_leace: pl.Eraser
-) -> None:
+def test_erased_when_no_probe_recovers_and_inconclusive_when_one_does(spare: World, spare_leace: pl.Eraser) -> None:
     gone = target(pl.ablate(spare.model, spare.held, {SITE: spare_leace}, controls=2))
     assert gone["verdict"] == "erased"
     assert gone["refit_accuracy"] < gone["baseline"] + 0.02  # type: ignore[operator]
@@ -265,9 +257,7 @@ def test_erased_when_no_probe_recovers_and_inconclusive_when_one_does(
         (False, False, False, False, "absent"),
     ],
 )
-def test_each_verdict_by_hand(
-    floor: bool, readout: bool, before: bool | None, after: bool | None, word: str
-) -> None:
+def test_each_verdict_by_hand(floor: bool, readout: bool, before: bool | None, after: bool | None, word: str) -> None:
     assert verdict(floor=floor, readout=readout, before=before, after=after) == word
     assert f'"{word}"' in (pl.ablate.__doc__ or "")
 
@@ -310,9 +300,7 @@ def test_erased_also_where_only_a_probe_at_each_position_could_read_it() -> None
 @pytest.mark.parametrize(
     ("name", "site"), [("gru", "blocks.0.rnn.hook_h"), ("lstm-fused", "blocks.0.rnn.hook_c"), ("gru", "blocks.0.hook_resid_post")]
 )  # fmt: skip
-def test_probes_are_refitted_on_the_states_that_the_model_has_when_every_step_is_edited(
-    name: str, site: str
-) -> None:
+def test_probes_are_refitted_on_the_states_that_the_model_has_when_every_step_is_edited(name: str, site: str) -> None:
     """An eraser fitted on the states as they are leaves nothing of the token before in them, and something in these."""
     model, tokens = pl.wrap(zoo.build(name)), zoo.tokens(400, 12) % 2
     mask = torch.ones_like(tokens, dtype=torch.bool)
@@ -321,9 +309,7 @@ def test_probes_are_refitted_on_the_states_that_the_model_has_when_every_step_is
     batch = pl.Batch(tokens, {"before": before}, mask)
     x = collect(model, batch, site)[site]
     eraser = pl.leace(x, before, mask=mask)
-    got = target(
-        pl.ablate(model, batch, {site: eraser}, "next_token_loss", controls=0, mlp=False, batch_size=64)
-    )
+    got = target(pl.ablate(model, batch, {site: eraser}, "next_token_loss", controls=0, mlp=False, batch_size=64))
     seen: list[Tensor] = []
 
     def edit(tensor: Tensor, hook: pl.HookPoint) -> Tensor:
@@ -346,9 +332,7 @@ def test_probes_are_refitted_on_the_states_that_the_model_has_when_every_step_is
     torch.testing.assert_close(new[mask], real[mask])
     assert torch.allclose(real[mask], eraser(x)[mask], atol=1e-3) is not stepped
     if name == "gru" and stepped:
-        assert got["refit_accuracy"] > once["baseline"] + 0.02, (
-            "read again, where the eraser once leaves nothing"
-        )  # type: ignore[operator]
+        assert got["refit_accuracy"] > once["baseline"] + 0.02, "read again, where the eraser once leaves nothing"  # type: ignore[operator]
 
 
 def test_half_a_dose_leaves_the_variable_readable(spare: World, spare_leace: pl.Eraser) -> None:
@@ -360,9 +344,7 @@ def test_half_a_dose_leaves_the_variable_readable(spare: World, spare_leace: pl.
 def test_tautological_where_a_linear_readout_reads_the_site(spare: World) -> None:
     last = "blocks.1.hook_resid_post"
     acts = collect(spare.model, spare.fit, last)[last]
-    row = target(
-        pl.ablate(spare.model, spare.held, {last: pl.leace(acts, spare.fit.labels["y"])}, controls=0)
-    )
+    row = target(pl.ablate(spare.model, spare.held, {last: pl.leace(acts, spare.fit.labels["y"])}, controls=0))
     assert row["verdict"] == "tautological"
     assert row["drop"] > 0.4  # type: ignore[operator]
     assert feeds_readout(spare.model, last)
@@ -377,12 +359,7 @@ def test_tautological_where_a_linear_readout_reads_the_site(spare: World) -> Non
     paths = {"gpt_neox.final_layer_norm.hook_out": True, f"{head}.hook_in": True, f"{head}.hook_out": False,
              "gpt_neox.final_layer_norm.hook_in": False, "gpt_neox.layers.2.hook_out": False}  # fmt: skip
     assert {path: feeds_readout(neox, path) for path in paths} == paths
-    paths = {
-        "layers.2.hook_out": True,
-        "head.hook_in": True,
-        "layers.1.hook_out": False,
-        "layers.2.hook_in": False,
-    }
+    paths = {"layers.2.hook_out": True, "head.hook_in": True, "layers.1.hook_out": False, "layers.2.hook_in": False}
     assert {path: feeds_readout(lstm, path) for path in paths} == paths
 
 
@@ -397,9 +374,7 @@ def test_floor_where_the_model_does_not_know_the_answer() -> None:
 
 def test_without_a_refit_the_verdict_says_so() -> None:
     model, batch = known()
-    got = pl.ablate(
-        model, batch, {"blocks.0.hook_resid_post": axes(0)}, label="answer", controls=0, refit=False
-    )
+    got = pl.ablate(model, batch, {"blocks.0.hook_resid_post": axes(0)}, label="answer", controls=0, refit=False)
     assert target(got)["verdict"] == "not refitted"
     assert got.refit_by_position is None
 
@@ -410,9 +385,7 @@ def test_the_baseline_knows_what_the_position_gives_away() -> None:
     periodic = (torch.arange(LENGTH) % 2).expand(100, -1).contiguous()
     both = pl.Batch(batch.tokens, {"answer": batch.labels["answer"], "when": periodic})
     row = target(
-        pl.ablate(
-            model, both, {"blocks.0.hook_resid_post": axes(2)}, label="when", target="answer", controls=0
-        )
+        pl.ablate(model, both, {"blocks.0.hook_resid_post": axes(2)}, label="when", target="answer", controls=0)
     )
     assert row["position_baseline"] == 1.0
     assert row["majority"] == pytest.approx(0.6)
@@ -507,9 +480,7 @@ def test_effect_p_is_small_where_the_subspace_costs_most_in_either_direction_of_
     model, batch = known()
     site, kw = "blocks.0.hook_resid_post", {"label": "answer", "refit": False, "kinds": ["random"]}
     tokens = batch.tokens & 3
-    batch = pl.Batch(
-        tokens[:, :1].expand_as(tokens).contiguous(), {"answer": tokens[:, :1].expand_as(tokens)}
-    )
+    batch = pl.Batch(tokens[:, :1].expand_as(tokens).contiguous(), {"answer": tokens[:, :1].expand_as(tokens)})
 
     def right(logits: Tensor, answer: Tensor, **rest: Tensor) -> Tensor:
         return (logits.argmax(-1) == answer).float()

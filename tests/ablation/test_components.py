@@ -321,9 +321,7 @@ def test_means_need_an_example_that_is_real_where_the_batch_is() -> None:
     got = pl.ablate_component(model, fits, site, "mean", probability, source=source)
     new = x.mean(0).expand_as(x)
     with torch.no_grad():
-        logits = model.run_with_hooks(
-            batch.tokens, [(site, lambda t, hook: torch.where(short[..., None], new, t))]
-        )
+        logits = model.run_with_hooks(batch.tokens, [(site, lambda t, hook: torch.where(short[..., None], new, t))])
     wanted = (probability(logits, batch.labels["answer"]) * short).sum(1) / short.sum(1)
     torch.testing.assert_close(got.values[0], wanted, msg="where the source is real, its mean is put in")
 
@@ -338,6 +336,4 @@ def test_means_of_half_precision_are_summed_in_full(dtype: torch.dtype) -> None:
     torch.testing.assert_close(got[0, 0], exact[:, 0].mean(0).float())
     torch.testing.assert_close(got[0, 1], exact[1::2, 1].mean(0).float())
     own = (acts * mask[..., None]).sum(0)[0] / 2000
-    assert not torch.allclose(own.float(), got[0, 0], rtol=1e-4), (
-        "what the model's own dtype makes of the sum"
-    )
+    assert not torch.allclose(own.float(), got[0, 0], rtol=1e-4), "what the model's own dtype makes of the sum"

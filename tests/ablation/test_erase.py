@@ -71,9 +71,7 @@ def test_the_layer_axis_is_swept_and_the_subspaces_are_kept(spare: World, tmp_pa
     torch.testing.assert_close(back.subspaces[SITE](x), got.subspaces[SITE](x))
     assert len(got.to_dataframe()) == 3
     assert len(got.plot().data) > 2
-    inlp = pl.erase(
-        spare.model, spare.fit, spare.held, label="y", method="inlp", controls=0, mlp=False, sites=SITE
-    )
+    inlp = pl.erase(spare.model, spare.fit, spare.held, label="y", method="inlp", controls=0, mlp=False, sites=SITE)
     again = pl.ErasureResult.load(inlp.save(tmp_path / "i.safetensors"))
     assert again.subspaces[SITE].history == inlp.subspaces[SITE].history
     assert again.subspaces[SITE].rank == inlp.rows[0]["rank"]
@@ -81,30 +79,18 @@ def test_the_layer_axis_is_swept_and_the_subspaces_are_kept(spare: World, tmp_pa
 
 def test_a_budget_that_ends_early_is_said_not_hidden(spare: World) -> None:
     got = pl.erase(
-        spare.model,
-        spare.fit,
-        spare.held,
-        label="y",
-        method="inlp",
-        max_rank=1,
-        sites=SITE,
-        controls=2,
-        mlp=False,
+        spare.model, spare.fit, spare.held, label="y", method="inlp", max_rank=1, sites=SITE, controls=2, mlp=False
     )
     (row,) = got.rows
     assert not got.at_chance()
     assert row["stopped"] == "max_rank"
     assert row["fit_accuracy"] > row["fit_baseline"] + 0.4
-    assert float(row["reached"].split()[0]) == pytest.approx(
-        row["refit_accuracy"] - row["baseline"], abs=1e-3
-    )
+    assert float(row["reached"].split()[0]) == pytest.approx(row["refit_accuracy"] - row["baseline"], abs=1e-3)
     assert row["verdict"] == "inconclusive"
 
 
 def test_leace_is_streamed_and_equal_to_leace_of_everything(spare: World) -> None:
-    got = pl.erase(
-        spare.model, spare.fit, spare.held, label="y", sites=SITE, controls=0, mlp=False, batch_size=37
-    )
+    got = pl.erase(spare.model, spare.fit, spare.held, label="y", sites=SITE, controls=0, mlp=False, batch_size=37)
     x, y = spare.acts(spare.fit), spare.fit.labels["y"]
     want = pl.leace(x, y)
     torch.testing.assert_close(got.subspaces[SITE](x), want(x))
@@ -133,9 +119,7 @@ def test_the_margin_asked_for_is_that_of_the_verdict_too(spare: World) -> None:
     assert 0.03 < over < 0.11
     assert (strict.at_chance(), strict.rows[0]["verdict"]) == (False, "inconclusive")
     assert (loose.at_chance(), loose.rows[0]["verdict"]) == (True, "erased")
-    direct = pl.ablate(
-        spare.model, spare.held, loose.subspaces, label="y", controls=0, mlp=False, margin=0.12
-    )
+    direct = pl.ablate(spare.model, spare.held, loose.subspaces, label="y", controls=0, mlp=False, margin=0.12)
     assert direct.targets()[0]["verdict"] == "erased"
 
 
@@ -157,9 +141,7 @@ def test_mamba_runs_on_the_reference_backend_and_gives_the_same_numbers() -> Non
     model, data = pl.wrap(zoo.build("mamba")), zoo.tokens(80, 7)
     batch = pl.Batch(data, {"token": data % 3, "answer": model(data).argmax(-1)})
     site = "blocks.1.hook_resid_post"
-    got = pl.erase(
-        model, batch[:40], batch[40:], label="token", target="answer", sites=site, controls=2, mlp=False
-    )
+    got = pl.erase(model, batch[:40], batch[40:], label="token", target="answer", sites=site, controls=2, mlp=False)
     want = pl.ablate(model, batch[40:], got.subspaces, label="token", target="answer", controls=2, mlp=False)
     torch.testing.assert_close(got.ablation.values, want.values)
     assert not model.has_hooks()
@@ -329,9 +311,7 @@ class Forgets(torch.nn.Module):
 
 
 @pytest.mark.parametrize("bos", [False, True])
-def test_frozen_subspaces_are_scored_on_seen_and_later_positions_require_disjoint(
-    bos: bool, tmp_path: Path
-) -> None:
+def test_frozen_subspaces_are_scored_on_seen_and_later_positions_require_disjoint(bos: bool, tmp_path: Path) -> None:
     task = Last(bos)
     model = pl.wrap(Forgets(until=10 + bos), blocks="layers", embed="embed", unembed="head")
     line = {"blocks.0.hook_resid_post": pl.Subspace(torch.eye(4)[:1], torch.zeros(4))}
@@ -401,9 +381,7 @@ if __name__ == "__main__":  # prints the table of times in docs/api/ablation.md
                 pl.erase(model, parts["fit"][:n_fit], parts["held"], **kw)
                 wall, used = time.perf_counter() - begun, time.process_time() - used
                 said.append(
-                    f"{wall:.0f} s"
-                    if wall < 1.1 * used / threads
-                    else f"{wall:.0f} s (busy: CPU {used:.0f} s)"
+                    f"{wall:.0f} s" if wall < 1.1 * used / threads else f"{wall:.0f} s (busy: CPU {used:.0f} s)"
                 )
         print("| " + " | ".join(said) + " |", flush=True)
 

@@ -26,18 +26,7 @@ NEW = [name for name in zoo.EVERY if name not in zoo.ZOO]
 HF = [*zoo.TRANSFORMERS, *zoo.SSMS, *zoo.DECODERS, *zoo.HYBRIDS]
 CONVOLUTIONS = (*zoo.SSMS, "falcon-mamba", "jamba", "bamba", "zamba2", *zoo.PACKAGED)
 # One of each kind of block, where a check is made at every point inside it.
-KINDS = (
-    "neox",
-    "llama",
-    "gemma2",
-    "mamba",
-    "mamba2",
-    "jamba",
-    "lstm",
-    "gru",
-    "gru-bidirectional-fused",
-    "mamba-ssm",
-)
+KINDS = ("neox", "llama", "gemma2", "mamba", "mamba2", "jamba", "lstm", "gru", "gru-bidirectional-fused", "mamba-ssm")
 
 
 def wrapped(name: str, dtype: torch.dtype = torch.float32, **change: Any) -> tuple[nn.Module, pl.HookedModel]:
@@ -47,11 +36,7 @@ def wrapped(name: str, dtype: torch.dtype = torch.float32, **change: Any) -> tup
 
 def interior(model: pl.HookedModel, layer: int | None = None) -> list[str]:
     points = model.hook_dict.values()
-    return [
-        p.name
-        for p in points
-        if p.kind == "interior" and (layer is None or p.name.startswith(f"blocks.{layer}."))
-    ]
+    return [p.name for p in points if p.kind == "interior" and (layer is None or p.name.startswith(f"blocks.{layer}."))]
 
 
 def size(tensor: Tensor) -> float:
@@ -70,10 +55,7 @@ def same(tensor: Tensor, hook: pl.HookPoint) -> Tensor:
 
 
 def test_every_installed_adapter_is_in_the_table() -> None:
-    here = {
-        pl.wrap(zoo.more(name)).adapter.name
-        for name in ("neox", "mamba", "mamba2", "lstm", "rwkv", "mamba-ssm")
-    }
+    here = {pl.wrap(zoo.more(name)).adapter.name for name in ("neox", "mamba", "mamba2", "lstm", "rwkv", "mamba-ssm")}
     built_in = {name for name, cls in wrapping.adapters().items() if cls.__module__.startswith("probelens.")}
     assert built_in - ELSEWHERE == here
     others = [p.read_text() for p in Path(__file__).parents[1].rglob("test_*.py") if p != Path(__file__)]
@@ -151,18 +133,14 @@ def test_the_layer_axis_is_what_the_blocks_take_and_return(name: str) -> None:
 def test_what_parts_add_to_the_residual_stream_adds_up(name: str) -> None:
     raw, model = wrapped(name)
     with torch.no_grad():
-        _, cache = model.run_with_cache(
-            zoo.tokens(), lambda n: "hook_resid" in n or n.endswith(("_out", ".hook_out"))
-        )
+        _, cache = model.run_with_cache(zoo.tokens(), lambda n: "hook_resid" in n or n.endswith(("_out", ".hook_out")))
     for layer in range(model.cfg.n_layers):
         prefix = f"blocks.{layer}."
         pre, post = cache["resid_pre", layer], cache["resid_post", layer]
         if name == "rwkv" and layer == 0:
             # RWKV norms the embedding inside its first block: that is the residual it goes on with.
             pre = raw.rwkv.blocks[0].pre_ln(pre)
-        mixed = [
-            cache[prefix + n] for n in ("hook_attn_out", "mixer.hook_out") if prefix + n in cache.cache_dict
-        ]
+        mixed = [cache[prefix + n] for n in ("hook_attn_out", "mixer.hook_out") if prefix + n in cache.cache_dict]
         mlp = [cache[prefix + "hook_mlp_out"]] if prefix + "hook_mlp_out" in cache.cache_dict else []
         if not mixed:
             assert name in ("opt-norm-after", "bart")
@@ -194,9 +172,7 @@ def test_reference_logits_equal_native_ones(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", [n for n in zoo.EVERY if n not in ("neox-sequential", "lstm-fused")])
-def test_half_precision_is_no_further_from_float32_than_the_native_forward(
-    name: str, dtype: torch.dtype
-) -> None:
+def test_half_precision_is_no_further_from_float32_than_the_native_forward(name: str, dtype: torch.dtype) -> None:
     raw, model = wrapped(name)
     # Small weights: large ones put rounding into every exponential, in either forward.
     with torch.no_grad():
@@ -299,9 +275,7 @@ def slopes(model: pl.HookedModel, x: Tensor, weight: Tensor, point: str) -> tupl
     def along(factor: float) -> float:
         with torch.no_grad():
             return float(
-                (
-                    model.run_with_hooks(x, [(point, lambda t, hook: t + factor * way[hook.pos])]) * weight
-                ).sum()
+                (model.run_with_hooks(x, [(point, lambda t, hook: t + factor * way[hook.pos])]) * weight).sum()
             )
 
     step = 3e-3
@@ -382,9 +356,7 @@ def token_by_token(raw: nn.Module, x: Tensor, at: int, edit: Callable[[Any], Non
         name = "cache"
     with torch.no_grad():
         out = raw(x[:, : at + 1], use_cache=True)
-        cache = next(
-            out[n] for n in (name, "cache", "cache_params", "past_key_values") if out.get(n) is not None
-        )
+        cache = next(out[n] for n in (name, "cache", "cache_params", "past_key_values") if out.get(n) is not None)
         edit(cache)
         logits = []
         for pos in range(at + 1, x.shape[1]):
@@ -408,9 +380,7 @@ def test_an_edited_state_is_transformers_own_decoding_with_an_edited_cache(name:
 
     want = token_by_token(raw, x, at, double)
     with torch.no_grad():
-        got = model.run_with_hooks(
-            x, [(f"blocks.{last}.mixer.hook_ssm_state", pl.at(at, lambda t, hook: t * 2))]
-        )
+        got = model.run_with_hooks(x, [(f"blocks.{last}.mixer.hook_ssm_state", pl.at(at, lambda t, hook: t * 2))])
     plain = zoo.logits(raw, x)
     assert (token_by_token(raw, x, at, lambda cache: None) - plain[:, at + 1 :]).abs().max() <= 5e-5
     assert (got[:, at + 1 :] - want).abs().max() <= 5e-5

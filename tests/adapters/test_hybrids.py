@@ -19,9 +19,7 @@ def test_mixer_out_means_every_block_of_a_hybrid(name: str) -> None:
     assert [p.layer() for p in points] == list(range(model.cfg.n_layers))
     with torch.no_grad():
         _, cache = model.run_with_cache(x, "blocks.*.hook_mixer_out")
-    assert [cache["mixer_out", layer].shape for layer in range(model.cfg.n_layers)] == [
-        (2, 7, zoo.WIDTH)
-    ] * len(points)
+    assert [cache["mixer_out", layer].shape for layer in range(model.cfg.n_layers)] == [(2, 7, zoo.WIDTH)] * len(points)
 
 
 @pytest.mark.parametrize("name", SUMMED)
@@ -30,9 +28,7 @@ def test_an_edit_of_what_a_mixer_adds_is_the_same_edit_of_the_residual_after_it(
     model, x, layer = pl.wrap(raw), zoo.tokens(), 1
     shift = torch.randn(zoo.WIDTH, generator=torch.Generator().manual_seed(3))
     before = next(
-        p
-        for p in model.hook_dict
-        if p.startswith(f"blocks.{layer}.") and p.endswith(("attn_out", "mixer.hook_out"))
+        p for p in model.hook_dict if p.startswith(f"blocks.{layer}.") and p.endswith(("attn_out", "mixer.hook_out"))
     )
     with torch.no_grad():
         at_mixer = model.run_with_hooks(x, [(before, lambda t, hook: t + shift)])

@@ -51,9 +51,7 @@ def own(raw: nn.Module, x: Tensor) -> Tensor:
         return raw(x).logits
 
 
-def own_residuals(
-    raw: nn.Module, x: Tensor, edit: Callable[[int, Tensor], Tensor | None] | None = None
-) -> Any:
+def own_residuals(raw: nn.Module, x: Tensor, edit: Callable[[int, Tensor], Tensor | None] | None = None) -> Any:
     """The residual entering each block and after the last one, and the logits, by hooks of our own.
 
     ``edit`` may replace the residual that leaves a block.
@@ -161,9 +159,7 @@ def test_gradients_at_the_residual_are_those_of_the_package(kind: str) -> None:
     got: list[Tensor] = []
     with mamba_ssm.without_kernels():
         model = pl.wrap(raw)
-        out = model.run_with_hooks(
-            x, bwd_hooks=[("blocks.1.hook_resid_post", lambda g, hook: got.append(g.clone()))]
-        )
+        out = model.run_with_hooks(x, bwd_hooks=[("blocks.1.hook_resid_post", lambda g, hook: got.append(g.clone()))])
         out.square().sum().backward()
     assert want is not None
     assert want.abs().max() > 0
@@ -189,9 +185,7 @@ def test_half_precision_stays_within_its_rounding(kind: str, config: str) -> Non
 # -- decoding with the package's cache --------------------------------------------------------------------------
 
 
-def decode(
-    run: Callable[..., Any], x: Tensor, first: int, edit: Callable[[Any, int], None] | None = None
-) -> Tensor:
+def decode(run: Callable[..., Any], x: Tensor, first: int, edit: Callable[[Any, int], None] | None = None) -> Tensor:
     """Logits token by token after a prefill of ``first`` tokens. ``edit`` may change the cache after a step."""
     params = mamba_ssm.package().InferenceParams(max_seqlen=x.shape[1], max_batch_size=x.shape[0])
     out = []

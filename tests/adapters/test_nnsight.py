@@ -125,11 +125,7 @@ def test_a_remote_model_reads_and_edits_at_the_boundary_points(name: str, tmp_pa
         assert list(cache) == boundary
         for point in cache:
             assert torch.allclose(cache[point], reference[point], atol=2e-6), point
-        for point in (
-            POINT,
-            "blocks.1.hook_resid_pre",
-            *(p for p in boundary if p.endswith("1.attn.hook_z")),
-        ):
+        for point in (POINT, "blocks.1.hook_resid_pre", *(p for p in boundary if p.endswith("1.attn.hook_z"))):
             for fn in (double_in_block_1, halve_in_place, pl.edits.zero()):
                 got, edited = (m.run_with_hooks(x, [(point, fn)]) for m in (remote, ours))
                 assert torch.allclose(got, edited, atol=2e-6), (point, fn)
@@ -138,11 +134,7 @@ def test_a_remote_model_reads_and_edits_at_the_boundary_points(name: str, tmp_pa
             resid = remote(x, stop_at_layer=layer)
             assert torch.allclose(resid, ours(x, stop_at_layer=layer), atol=2e-6)
         # One after the other at one point, a reader in between.
-        hooks = [
-            (POINT, double_in_block_1),
-            (POINT, halve_in_place),
-            ("unembed.hook_in", pl.edits.scale(2.0)),
-        ]
+        hooks = [(POINT, double_in_block_1), (POINT, halve_in_place), ("unembed.hook_in", pl.edits.scale(2.0))]
         assert torch.allclose(remote.run_with_hooks(x, hooks), ours.run_with_hooks(x, hooks), atol=4e-6)
         with remote.hooks([(POINT, double_in_block_1)]), ours.hooks([(POINT, double_in_block_1)]):
             _, cache = remote.run_with_cache(x, POINT)
@@ -169,11 +161,7 @@ def test_our_own_edits_travel_with_the_request(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("kind", ["eraser", "subspace"])
 def test_edits_made_of_results_travel_and_change_what_they_change_here(kind: str, tmp_path: Path) -> None:
-    remote, ours, x = (
-        pl.wrap(named("gpt2", tmp_path), remote="local"),
-        pl.wrap(zoo.build("gpt2")),
-        zoo.tokens(),
-    )
+    remote, ours, x = (pl.wrap(named("gpt2", tmp_path), remote="local"), pl.wrap(zoo.build("gpt2")), zoo.tokens())
     space = pl.subspaces.random(2, zoo.WIDTH)
     edit = pl.edits.project(space)
     if kind == "eraser":
@@ -185,10 +173,7 @@ def test_edits_made_of_results_travel_and_change_what_they_change_here(kind: str
 
 def test_a_hook_that_cannot_travel_is_refused_and_one_that_can_is_not(tmp_path: Path) -> None:
     model, x = pl.wrap(named("gpt2", tmp_path), remote="local"), zoo.tokens()
-    for reason, hook in {
-        "weakref": lambda t, hook: pl.edits.zero()(t),
-        "lock": _holding(threading.Lock()),
-    }.items():
+    for reason, hook in {"weakref": lambda t, hook: pl.edits.zero()(t), "lock": _holding(threading.Lock())}.items():
         with pytest.raises(pl.InputError, match=f"can't be sent.*{reason}"):
             model.run_with_hooks(x, [(POINT, hook)])
     model.run_with_hooks(x, [(POINT, _holding(torch.ones(1)))])
@@ -238,24 +223,12 @@ def test_what_a_remote_model_cannot_do_is_refused(tmp_path: Path) -> None:
     light = named("neox", tmp_path)
     model, x = pl.wrap(light, remote="local"), zoo.tokens()
     cases: list[tuple[Any, type[Exception], str]] = [
-        (
-            lambda: model.run_with_cache(x, "blocks.0.attn.hook_pattern"),
-            pl.UnknownHookError,
-            "inputs and outputs",
-        ),
+        (lambda: model.run_with_cache(x, "blocks.0.attn.hook_pattern"), pl.UnknownHookError, "inputs and outputs"),
         (lambda: model.run_with_cache(x, "gpt_neox.layers.1.mlp.hook_out"), pl.InputError, "hook_points"),
         (lambda: model(torch.zeros(1, 3, zoo.WIDTH), start_at_layer=1), pl.InputError, "can't start"),
-        (
-            lambda: model.run_with_hooks(x, bwd_hooks=[(POINT, lambda g, hook: None)]),
-            pl.InputError,
-            "backward",
-        ),
+        (lambda: model.run_with_hooks(x, bwd_hooks=[(POINT, lambda g, hook: None)]), pl.InputError, "backward"),
         (lambda: model.run_with_hooks(x, [(POINT, wrong_shape)]), pl.ShapeError, r"\(1, 7, 16\)"),
-        (
-            lambda: model.run_with_hooks(x, [(POINT, double_in_block_1)], stop_at_layer=1),
-            pl.HookNotFiredError,
-            POINT,
-        ),
+        (lambda: model.run_with_hooks(x, [(POINT, double_in_block_1)], stop_at_layer=1), pl.HookNotFiredError, POINT),
         (lambda: model.edit_weights({}), pl.InputError, "remote"),
         (lambda: pl.attribute(model, None), pl.InputError, "gradient"),
         (lambda: pl.wrap(NNsight(zoo.build("neox")), remote=True), pl.InputError, "by name"),

@@ -91,9 +91,7 @@ def test_the_patching_functions_give_the_numbers_that_they_give_on_a_bridge(name
     for function in shared:
         run = getattr(patching, f"get_act_patch_{function}")
         with torch.no_grad():
-            want, got = (
-                run(model, corrupted, cache, metric) for model, cache in zip(models, kept, strict=True)
-            )
+            want, got = (run(model, corrupted, cache, metric) for model, cache in zip(models, kept, strict=True))
         assert want.std() > 1e-5, function
         same(got, want)
 
@@ -140,35 +138,13 @@ def test_a_wrapped_model_is_a_model_for_transformer_lens() -> None:
     assert isinstance(model, TransformerLensModel)
     assert not isinstance(model, TransformerLensModelWithWeights)
     bridge = bridges.bridge("llama")
-    for key in (
-        "n_layers",
-        "d_model",
-        "n_heads",
-        "d_head",
-        "n_key_value_heads",
-        "d_mlp",
-        "d_vocab",
-        "n_ctx",
-        "dtype",
-    ):
+    for key in ("n_layers", "d_model", "n_heads", "d_head", "n_key_value_heads", "d_mlp", "d_vocab", "n_ctx", "dtype"):
         assert getattr(model.cfg, key) == getattr(bridge.cfg, key), key
 
 
 # -- caches ---------------------------------------------------------------------------------------------------------
 
-STEMS = [
-    "resid_pre",
-    "resid_post",
-    "resid_mid",
-    "attn_out",
-    "mlp_out",
-    "q",
-    "k",
-    "v",
-    "attn_scores",
-    "pattern",
-    "z",
-]
+STEMS = ["resid_pre", "resid_post", "resid_mid", "attn_out", "mlp_out", "q", "k", "v", "attn_scores", "pattern", "z"]
 STEMS += ["pre", "post", "pre_linear"]
 
 
@@ -193,16 +169,8 @@ def test_caches_hold_the_same_tensors_under_the_same_names(name: str) -> None:
                 same(ours[full][seen], lens[full][seen])
             else:
                 same(ours[full], lens[full])
-    assert compared == zoo.LAYERS * (
-        len(STEMS) - (name in ("gpt2", "neox", "neox-sequential")) - (name == "neox")
-    )
-    for full in (
-        "hook_embed",
-        "ln_final.hook_in",
-        "ln_final.hook_out",
-        "unembed.hook_in",
-        "unembed.hook_out",
-    ):
+    assert compared == zoo.LAYERS * (len(STEMS) - (name in ("gpt2", "neox", "neox-sequential")) - (name == "neox"))
+    for full in ("hook_embed", "ln_final.hook_in", "ln_final.hook_out", "unembed.hook_in", "unembed.hook_out"):
         same(ours[full], lens[full])
     assert ours["embed"] is ours[utils.get_act_name("embed")]
     for short in ("k1", "pattern2", ("attn", 1), ("key", 0), ("v", 1, "a"), ("mlp_post", 1), ("pattern", -1)):
@@ -214,13 +182,7 @@ def test_caches_hold_the_same_tensors_under_the_same_names(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "neox", "llama"])
 def test_methods_of_the_cache_that_need_no_weights(name: str) -> None:
     lens, ours = caches(name, zoo.tokens())
-    for kw in (
-        {},
-        {"layer": 1},
-        {"layer": -1, "incl_mid": name != "neox"},
-        {"pos_slice": -1},
-        {"pos_slice": (1, 3)},
-    ):
+    for kw in ({}, {"layer": 1}, {"layer": -1, "incl_mid": name != "neox"}, {"pos_slice": -1}, {"pos_slice": (1, 3)}):
         got, want = (c.accumulated_resid(return_labels=True, **kw) for c in (ours, lens))
         same(got, want)
     same(ours.accumulated_resid(apply_ln=True), lens.accumulated_resid(apply_ln=True))
@@ -251,10 +213,7 @@ def test_transformer_lens_own_cache_class_works_on_our_activations() -> None:
     borrowed = LensCache(dict(ours.items()), model)
     same(borrowed.accumulated_resid(incl_mid=True), lens.accumulated_resid(incl_mid=True))
     same(borrowed.stack_activation("z"), lens.stack_activation("z"))
-    same(
-        borrowed.decompose_resid(mode="mlp", incl_embeds=False),
-        ours.decompose_resid(mode="mlp", incl_embeds=False),
-    )
+    same(borrowed.decompose_resid(mode="mlp", incl_embeds=False), ours.decompose_resid(mode="mlp", incl_embeds=False))
 
 
 # -- snippets: each function is written against TransformerLens and run on both -------------------------------------------
@@ -457,8 +416,7 @@ def test_the_head_detector_runs_on_a_wrapped_model(tmp_path: Path) -> None:
         for error in ("mul", "abs"):
             with torch.no_grad():
                 got, want = (
-                    detect_head(m, "the cat sat on the cat sat on", kind, error_measure=error)
-                    for m in (ours, lens)
+                    detect_head(m, "the cat sat on the cat sat on", kind, error_measure=error) for m in (ours, lens)
                 )
             assert want.std() > 0
             same(got, want)

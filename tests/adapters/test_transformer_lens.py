@@ -28,9 +28,7 @@ def lens_hooks(bridge: Any) -> int:
 def pairs(n: int = 4, length: int = 6) -> pl.PatchPairs:
     answers = torch.tensor([[3, 5]] * n)
     ends = torch.full((n,), length - 1)
-    return pl.PatchPairs(
-        zoo.tokens(n, length, 1), zoo.tokens(n, length, 2), torch.zeros_like(ends), ends, answers
-    )
+    return pl.PatchPairs(zoo.tokens(n, length, 1), zoo.tokens(n, length, 2), torch.zeros_like(ends), ends, answers)
 
 
 @pytest.fixture(params=ALL)
@@ -257,17 +255,8 @@ def test_hooks_that_stay_act_on_the_bridges_own_generation(tmp_path: Path) -> No
     bridge = bridges.bridge("gpt2", bridges.tokenizer(tmp_path))
     model, x = pl.wrap(bridge), zoo.tokens(1, 4)
     seen: list[int] = []
-    options = {
-        "max_new_tokens": 3,
-        "do_sample": False,
-        "verbose": False,
-        "return_type": "tokens",
-        "stop_at_eos": False,
-    }
-    with (
-        torch.no_grad(),
-        model.hooks([("blocks.2.hook_resid_post", lambda t, hook: seen.append(t.shape[1]))]),
-    ):
+    options = {"max_new_tokens": 3, "do_sample": False, "verbose": False, "return_type": "tokens", "stop_at_eos": False}
+    with torch.no_grad(), model.hooks([("blocks.2.hook_resid_post", lambda t, hook: seen.append(t.shape[1]))]):
         bridge.generate(x, **options)
     assert len(seen) == 3
     assert lens_hooks(bridge) == 0

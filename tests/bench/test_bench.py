@@ -60,9 +60,7 @@ def test_the_rows_are_listed_in_words_and_as_json(run: Any) -> None:
     assert all(row["left_out"] == [] for row in content), "every peer is installed where the tests run"
 
 
-def test_without_the_peers_rows_and_contenders_are_left_out_and_the_package_is_named(
-    run: Any, no_peers: None
-) -> None:
+def test_without_the_peers_rows_and_contenders_are_left_out_and_the_package_is_named(run: Any, no_peers: None) -> None:
     left = {row["name"]: row["left_out"] for row in json.loads(run("--list", "--json").out)}
     lens, mambapy = 'pip install "probelens[transformer-lens]"', "pip install mambapy"
     for name in ("patch-neox", "patch-mamba", "ssm-states"):
@@ -90,9 +88,7 @@ def test_a_row_runs_and_its_results_are_equal(run: Any, tmp_path: Path) -> None:
     assert "`cache`: 1 runs each" in page.read_text()
 
 
-def test_the_same_row_runs_beside_the_raw_forward_where_no_peer_is_installed(
-    run: Any, no_peers: None
-) -> None:
+def test_the_same_row_runs_beside_the_raw_forward_where_no_peer_is_installed(run: Any, no_peers: None) -> None:
     found = run("--only", "cache", "--repeats", 1)
     assert found.status == 0
     assert "raw forward" in found.out
@@ -100,9 +96,7 @@ def test_the_same_row_runs_beside_the_raw_forward_where_no_peer_is_installed(
     assert "cache runs without its contender 'nnsight': pip install" in found.err
 
 
-@pytest.mark.parametrize(
-    ("difference", "status", "says"), [(0.5, 0, "results equal"), (2.0, 1, "RESULTS DIFFER")]
-)
+@pytest.mark.parametrize(("difference", "status", "says"), [(0.5, 0, "results equal"), (2.0, 1, "RESULTS DIFFER")])
 def test_results_that_differ_are_status_1(
     run: Any, monkeypatch: pytest.MonkeyPatch, difference: float, status: int, says: str
 ) -> None:
@@ -146,9 +140,7 @@ def test_what_another_process_wrote_meanwhile_is_kept(
 
 def test_a_peer_that_is_too_old_leaves_its_row_out(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch, 0.5)
-    monkeypatch.setattr(
-        "probelens.bench.sweeps.shapes.neox", lambda *a: (_ for _ in ()).throw(ImportError("too old"))
-    )
+    monkeypatch.setattr("probelens.bench.sweeps.shapes.neox", lambda *a: (_ for _ in ()).throw(ImportError("too old")))
     found = run("--only", "planted", "patch-neox")
     assert found.status == 0
     assert "patch-neox is left out: too old" in found.err

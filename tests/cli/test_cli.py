@@ -46,9 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
             p.zero_()
     dead.save_pretrained(folder / "dead")
     task = pl.tasks.Dyck(k=2, max_depth=3, bos=True)
-    model = pl.models.build(
-        pl.models.FormalConfig.for_task("gru", task, n_layers=2, d_model=16, hidden_size=24)
-    )
+    model = pl.models.build(pl.models.FormalConfig.for_task("gru", task, n_layers=2, d_model=16, hidden_size=24))
     short = pl.training.TrainConfig(
         steps=120, batch_size=32, lr=1e-2, warmup=5, decay_steps=10, length=12, eval_sequences=32
     )
@@ -79,12 +77,7 @@ def fake_recipe(monkeypatch: pytest.MonkeyPatch, do: Callable[..., Any], report:
         out: str = "runs/fake"
         seed: int = 0
 
-    members: dict[str, Any] = {
-        "Config": Config,
-        "PRESETS": {"tiny": {"seed": 7}},
-        "run": do,
-        "__doc__": "Fake.",
-    }
+    members: dict[str, Any] = {"Config": Config, "PRESETS": {"tiny": {"seed": 7}}, "run": do, "__doc__": "Fake."}
     if report is not None:
         members["report"] = report
     module = SimpleNamespace(**members)
@@ -103,9 +96,7 @@ def test_help_teaches_with_examples(run: Any) -> None:
     for command in ("run", "list", "report", "hooks", "verify", "profile", "bench"):
         found = run(command, "--help")
         assert found.status == 0
-        assert f"probelens {command}" in found.out.split("examples:")[1], (
-            "each command shows how it is called"
-        )
+        assert f"probelens {command}" in found.out.split("examples:")[1], "each command shows how it is called"
         assert "exit status" in found.out
 
 
@@ -198,16 +189,11 @@ def test_a_run_prints_its_report_and_takes_presets_settings_and_out(
     first = run("run", "fake", "--out", tmp_path / "a")
     assert (first.status, first.out.strip(), first.err) == (0, str(tmp_path / "a" / "report.html"), "")
     run("run", "fake", "--out", tmp_path / "b", "--preset", "tiny", "--quiet")
-    second = run(
-        "run", "fake", "--preset", "tiny", "--set", "seed=3", "--set", f"out={tmp_path / 'c'}", "--json"
-    )
+    second = run("run", "fake", "--preset", "tiny", "--set", "seed=3", "--set", f"out={tmp_path / 'c'}", "--json")
     assert run("run", "fake", "--seed", 5, f"--out={tmp_path / 'd'}", "--preset=tiny").status == 0
     assert run("run", "fake", "--seed=-6", "--out", tmp_path / "e").status == 0
     assert [s[::2] for s in seen] == [(0, True), (7, False), (3, True), (5, True), (-6, True)]
-    assert json.loads(second.out) == {
-        "folder": str(tmp_path / "c"),
-        "report": str(tmp_path / "c" / "report.html"),
-    }
+    assert json.loads(second.out) == {"folder": str(tmp_path / "c"), "report": str(tmp_path / "c" / "report.html")}
 
 
 @pytest.mark.parametrize(
@@ -287,9 +273,7 @@ def test_hooks_lists_the_points_of_a_model(run: Any, models: Path) -> None:
     assert [row["name"] for row in content] == [n for n in names if n.startswith("blocks.0.")]
     assert set(content[0]) == {"name", "kind", "axes", "module", "aliases", "note"}
     short = run("hooks", models / "neox", "--json", "--match", "resid_post")
-    assert [row["name"] for row in json.loads(short.out)] == [
-        n for n in names if n.endswith("hook_resid_post")
-    ]
+    assert [row["name"] for row in json.loads(short.out)] == [n for n in names if n.endswith("hook_resid_post")]
     none = run("hooks", models / "neox", "--match", "blocks.0.hook_resid_pots")
     assert none.status == 2
     assert "hook_resid_post" in none.err
@@ -342,9 +326,7 @@ def test_code_that_comes_with_a_model_is_never_run(run: Any, tmp_path: Path) -> 
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(
-        json.dumps(
-            {"model_type": "mine", "auto_map": {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}}
-        )
+        json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}})
     )
     (folder / "mine.py").write_text(f"open({str(trace)!r}, 'w').close()\nclass C: ...\nclass M: ...\n")
     found = run("hooks", folder)
@@ -370,17 +352,13 @@ def test_profile_writes_results_rows_and_report(profiled: Path, models: Path) ->
     assert list(found.indices) == ["depth"]
     rows = pd.read_parquet(profiled / "rows.parquet")
     assert set(rows["kind"]) == {"behaviour", "probe", "ablation", "patch"}
-    assert {"task", "untrained"} <= set(rows["control"].dropna()), (
-        "a formal model is compared with an untrained one"
-    )
+    assert {"task", "untrained"} <= set(rows["control"].dropna()), "a formal model is compared with an untrained one"
     page = (profiled / "report.html").read_text()
     for text in ("depth", "Readable", "Needed: depth", "Sufficient", "max_depth=3", str(models / "gru")):
         assert text in page
 
 
-def test_report_makes_the_same_page_again_from_a_moved_folder(
-    run: Any, profiled: Path, tmp_path: Path
-) -> None:
+def test_report_makes_the_same_page_again_from_a_moved_folder(run: Any, profiled: Path, tmp_path: Path) -> None:
     import shutil
 
     moved = tmp_path / "moved"
@@ -390,9 +368,7 @@ def test_report_makes_the_same_page_again_from_a_moved_folder(
     found = run("report", moved)
     assert (found.status, found.out.strip(), found.err) == (0, str(moved / "report.html"), "")
     assert (moved / "report.html").read_bytes() == (profiled / "report.html").read_bytes()
-    pd.testing.assert_frame_equal(
-        pd.read_parquet(moved / "rows.parquet"), pd.read_parquet(profiled / "rows.parquet")
-    )
+    pd.testing.assert_frame_equal(pd.read_parquet(moved / "rows.parquet"), pd.read_parquet(profiled / "rows.parquet"))
     assert json.loads(run("report", moved, "--json").out)["rows"] == str(moved / "rows.parquet")
 
 

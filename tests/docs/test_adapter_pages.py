@@ -62,9 +62,7 @@ def test_the_page_on_adapters_runs_and_its_adapter_is_complete() -> None:
     assert kinds.count("interior") == 6
     assert len(kinds) == 1 + 3 * 6 + 4
     assert len(names["cache"]) == 3  # type: ignore[arg-type]
-    block = re.search(
-        r"^class TowerAdapter.*?^```", (ROOT / "docs/write-an-adapter.md").read_text(), re.M | re.S
-    )
+    block = re.search(r"^class TowerAdapter.*?^```", (ROOT / "docs/write-an-adapter.md").read_text(), re.M | re.S)
     assert block is not None
     assert len([line for line in block[0].splitlines() if line.strip()]) <= 45
 

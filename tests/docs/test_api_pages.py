@@ -47,9 +47,7 @@ def test_a_module_shows_functions_before_classes_and_only_what_is_public() -> No
     assert "probelens.patching.pairs" not in text
 
 
-def test_a_primitive_that_the_facade_names_is_on_the_page_of_its_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_primitive_that_the_facade_names_is_on_the_page_of_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
     def interchange() -> None:
         """Swap one variable between two runs."""
 
@@ -76,14 +74,10 @@ def test_the_page_of_columns_has_a_table_for_each_class_of_results_that_declares
 
 def test_the_changelog_says_where_modules_are_now() -> None:
     text = (api_pages.DOCS.parent / "CHANGELOG.md").read_text(encoding="utf-8")
-    rows = re.findall(
-        r"^\| (.+) \| (.+) \|$", text.partition("### Modules moved")[2].partition("###")[0], re.M
-    )
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", text.partition("### Modules moved")[2].partition("###")[0], re.M)
     assert len(rows) > 20
     for _, now in rows[2:]:
         for path in re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)+)`", now):
             if not path.startswith("model."):
                 module, _, name = f"probelens.{path}".rpartition(".")
-                assert api_pages.is_module(f"probelens.{path}") or hasattr(
-                    importlib.import_module(module), name
-                ), path
+                assert api_pages.is_module(f"probelens.{path}") or hasattr(importlib.import_module(module), name), path

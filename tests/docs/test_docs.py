@@ -22,9 +22,7 @@ def test_the_quickstart_page_runs_and_finds_what_it_says(
     assert names["training"].accuracy > 0.99  # type: ignore[attr-defined]
     assert "blocks.1.hook_resid_post" in capsys.readouterr().out, "the error names the nearest hook point"
     recovery = names["sufficient"].recovery()  # type: ignore[attr-defined]
-    assert recovery[-1, -1] == pytest.approx(1.0, abs=1e-5), (
-        "the last residual at the read position is the answer"
-    )
+    assert recovery[-1, -1] == pytest.approx(1.0, abs=1e-5), "the last residual at the read position is the answer"
     assert recovery[-1, :-1].abs().max() < 1e-5, "and elsewhere it is nothing to it"
     assert {p.name for p in tmp_path.iterdir()} == {"patch.html", "patch.safetensors"}
 
@@ -107,9 +105,7 @@ def test_the_page_on_training_runs(
     monkeypatch.chdir(tmp_path)
     full = pl.training.train
 
-    def shorter(
-        model: torch.nn.Module, task: pl.tasks.Task, *, config: pl.training.TrainConfig, **kw: Any
-    ) -> Any:
+    def shorter(model: torch.nn.Module, task: pl.tasks.Task, *, config: pl.training.TrainConfig, **kw: Any) -> Any:
         few = dataclasses.replace(config, steps=4, warmup=1, decay_steps=1)
         return full(model, task, config=few, progress=False, **kw)
 

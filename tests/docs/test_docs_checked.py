@@ -70,9 +70,7 @@ def test_the_picture_of_the_rooms_shows_their_order() -> None:
 
 def test_what_is_run_of_a_page_is_something() -> None:
     for page, by in inventory.executed().items():
-        assert "python" in {block.kind for block in inventory.blocks(page)}, (
-            f"{by} runs a page without Python"
-        )
+        assert "python" in {block.kind for block in inventory.blocks(page)}, f"{by} runs a page without Python"
 
 
 @pytest.mark.parametrize(
@@ -89,33 +87,24 @@ def test_a_block_that_nothing_runs_is_noticed(kind: str, says: str) -> None:
     assert says in block_problem(Found("docs/new.md", 3, "x = 1\n", kind))
 
 
-def test_blocks_and_commands_are_found_where_they_stand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_and_commands_are_found_where_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = "# New\n\n```bash\ncd tests && python -m x  # words\n```\n\n- item\n\n    ```python\n    1\n    ```\n\n~~~toml\na = 1\n~~~\n"
     (tmp_path / "new.md").write_text(page)
     monkeypatch.setattr(inventory, "ROOT", tmp_path)
     found = inventory.blocks("new.md")
     assert [(b.line, b.kind) for b in found] == [(3, "bash"), (9, "indented python"), (13, "toml")]
     commands = inventory._of_block(found[0].text, "new.md:3")
-    assert [(c.words, c.folder) for c in commands] == [
-        (("cd", "tests"), ""),
-        (("python", "-m", "x"), "tests"),
-    ]
+    assert [(c.words, c.folder) for c in commands] == [(("cd", "tests"), ""), (("python", "-m", "x"), "tests")]
 
 
 def test_doctests_are_run_and_none_is_skipped() -> None:
-    options = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"][
-        "ini_options"
-    ]
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
     assert "--doctest-modules" in options["addopts"]
     assert "probelens" in options["testpaths"]
-    assert [
-        doc.where for doc in inventory.docstrings() if re.search(r">>>.*doctest: *\+SKIP", doc.text)
-    ] == []
-    assert [
-        doc.where for doc in inventory.docstrings() if re.search(r"^ *(```|~~~)", doc.text, re.M)
-    ] == [], "a fenced block in a docstring is not run: write an example with >>>"
+    assert [doc.where for doc in inventory.docstrings() if re.search(r">>>.*doctest: *\+SKIP", doc.text)] == []
+    assert [doc.where for doc in inventory.docstrings() if re.search(r"^ *(```|~~~)", doc.text, re.M)] == [], (
+        "a fenced block in a docstring is not run: write an example with >>>"
+    )
 
 
 def test_the_formula_of_recovery_is_that_of_the_metric() -> None:
@@ -152,9 +141,7 @@ def test_the_entry_point_of_the_page_has_the_form_of_ours() -> None:
 
 
 def test_every_command_would_be_taken() -> None:
-    assert {
-        f"{c.where}: {' '.join(c.words)}: {why}" for c in inventory.commands() if (why := problem(c))
-    } == set()
+    assert {f"{c.where}: {' '.join(c.words)}: {why}" for c in inventory.commands() if (why := problem(c))} == set()
 
 
 @pytest.mark.parametrize(
@@ -337,6 +324,4 @@ def test_contributing_says_how_much_is_checked() -> None:
     now = inventory.counts()
     print(now)
     for stated, kind in zip(map(int, said.groups()), ("blocks", "examples", "commands", "links")):
-        assert stated <= now[kind] <= 1.5 * stated, (
-            f"CONTRIBUTING.md says over {stated} {kind}; there are {now}"
-        )
+        assert stated <= now[kind] <= 1.5 * stated, f"CONTRIBUTING.md says over {stated} {kind}; there are {now}"

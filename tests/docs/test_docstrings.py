@@ -132,8 +132,7 @@ def test_a_method_that_overrides_may_leave_the_rest_to_its_base() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["Rows. (d,)", "(batch, pos, …)", "A number. ()", "(...)", "(row, d_model / n_heads)", "a scalar"],
+    "text", ["Rows. (d,)", "(batch, pos, …)", "A number. ()", "(...)", "(row, d_model / n_heads)", "a scalar"]
 )
 def test_these_are_shapes(text: str) -> None:
     assert shaped(text)

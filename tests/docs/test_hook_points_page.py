@@ -10,8 +10,7 @@ from packaging.version import Version
 pytestmark = [
     pytest.mark.skipif(not hook_points_page.PAGE.is_file(), reason="needs a source tree"),
     pytest.mark.skipif(
-        Version(transformers.__version__) < Version("5.15"),
-        reason="the page tells of the current transformers",
+        Version(transformers.__version__) < Version("5.15"), reason="the page tells of the current transformers"
     ),
 ]
 

@@ -67,11 +67,7 @@ def test_the_verdicts_of_an_ablation_are_those_that_can_come_out() -> None:
 def test_a_new_verdict_is_noticed() -> None:
     code = 'def verdict(x):\n    if x:\n        return "odd", "why"\n    return "even" if x else "none"\n'
     assert set(words(code)) == {"odd", "even", "none"}
-    assert set(words('row["verdict"] = "a"\nverdict, why = "b", "c"\nf(verdict="d")\nother = "e"')) == {
-        "a",
-        "b",
-        "d",
-    }
+    assert set(words('row["verdict"] = "a"\nverdict, why = "b", "c"\nf(verdict="d")\nother = "e"')) == {"a", "b", "d"}
 
 
 def test_the_page_runs_and_leaves_what_it_says(
@@ -90,6 +86,4 @@ def test_the_page_runs_and_leaves_what_it_says(
     assert torch.allclose(everywhere[:, [0, 9]], names["at_two"].values, atol=1e-5)  # type: ignore[attr-defined]
     assert names["readable"].accuracy("blocks.0.hook_resid_post") > 0.9  # type: ignore[attr-defined]
     recovery = names["where_they_differ"].recovery()  # type: ignore[attr-defined]
-    assert recovery[0, 0] == pytest.approx(1.0, abs=1e-4), (
-        "the embedding is all in which the two strings differ"
-    )
+    assert recovery[0, 0] == pytest.approx(1.0, abs=1e-4), "the embedding is all in which the two strings differ"

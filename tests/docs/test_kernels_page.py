@@ -29,11 +29,7 @@ def of_layer(*modules: nn.Module) -> dict[str, KernelPoint]:
 
 @pytest.mark.parametrize(
     ("table", "points"),
-    [
-        ("mamba", MAMBA_POINTS),
-        ("mamba2", MAMBA2_POINTS),
-        ("rnn", of_layer(nn.LSTM(1, 1), nn.GRU(1, 1), nn.RNN(1, 1))),
-    ],
+    [("mamba", MAMBA_POINTS), ("mamba2", MAMBA2_POINTS), ("rnn", of_layer(nn.LSTM(1, 1), nn.GRU(1, 1), nn.RNN(1, 1)))],
 )
 def test_tables_list_every_point_with_its_axes_and_note(table: str, points: dict[str, KernelPoint]) -> None:
     body = PAGE.read_text().split(f"<!-- {table} -->")[1].split("<!-- end -->")[0]

@@ -16,8 +16,7 @@ from probelens.hooks.model import HookedModel
 pytestmark = [
     pytest.mark.skipif(not support_page.PAGE.is_file(), reason="needs a source tree"),
     pytest.mark.skipif(
-        Version(transformers.__version__) < Version("5.15"),
-        reason="the page tells of the current transformers",
+        Version(transformers.__version__) < Version("5.15"), reason="the page tells of the current transformers"
     ),
 ]
 
@@ -36,9 +35,7 @@ def test_the_text_of_the_page_is_what_its_script_writes() -> None:
 def test_every_cell_of_a_family_is_what_its_call_gives(title: str) -> None:
     columns, why = written()
     found = support_page.outcomes(support_page.FAMILIES[title])
-    assert support_page.column(found) == columns[title], (
-        "the page is stale: python docs/tools/support_page.py"
-    )
+    assert support_page.column(found) == columns[title], "the page is stale: python docs/tools/support_page.py"
     told = " ".join(line for lines in why.values() for line in lines)
     for by_name in found.values():
         for outcome in by_name.values():

@@ -29,12 +29,7 @@ def missing(text: str) -> list[str]:
 
 def cases(*modules: str) -> list[int]:
     """The generated cases of each property test."""
-    found = [
-        f
-        for name in modules
-        for key, f in vars(importlib.import_module(name)).items()
-        if key.startswith("test_")
-    ]
+    found = [f for name in modules for key, f in vars(importlib.import_module(name)).items() if key.startswith("test_")]
     settings = [getattr(f, "_hypothesis_internal_use_settings", None) for f in found]
     return [s.max_examples for s in settings if s is not None]
 
@@ -55,13 +50,9 @@ def counted() -> list[str]:
     import test_trust
 
     drawn = cases("test_trust", "test_properties", "test_cli", "test_results", "test_plots")
-    each = number(
-        "test_properties::test_arguments_of_every_kind_give_numbers_or_one_of_our_errors", r"range\((\d+)\)"
-    )
+    each = number("test_properties::test_arguments_of_every_kind_give_numbers_or_one_of_our_errors", r"range\((\d+)\)")
     damaged = sum(len(test_faults.damaged(bytes(5000), name)) for name in test_faults.FILES)
-    kills = number(
-        "test_experiments::test_killed_at_random_moments_no_row_is_lost_torn_or_doubled", r"kills < (\d+)"
-    )
+    kills = number("test_experiments::test_killed_at_random_moments_no_row_is_lost_torn_or_doubled", r"kills < (\d+)")
     marks = {m.name: m for m in test_trust.test_many_calls_leave_no_hooks_and_no_memory.pytestmark}
     times = {call.__name__: n for call, n in marks["parametrize"].args[1]}
     interrupts = test_interrupts.MOMENTS + test_interrupts.MOMENTS_FROM_THE_START

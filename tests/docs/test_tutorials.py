@@ -63,9 +63,7 @@ def grid(names: Names) -> None:
     assert len(names["report"].found) == 5
 
 
-SAYS: dict[str, Callable[[Names], None]] = {
-    f.__name__: f for f in (wrap, probe, ablate, patch, state, own_task, grid)
-}
+SAYS: dict[str, Callable[[Names], None]] = {f.__name__: f for f in (wrap, probe, ablate, patch, state, own_task, grid)}
 
 
 def blurred(page: str) -> str:

@@ -28,9 +28,7 @@ CELLS: list[dict[str, Any]] = [{"x": 1}, {"x": 2, "fail": True}, {"x": 3, "death
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that submitit and Dask start find the cells by PYTHONPATH."""
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]))
 
 
 def ran(folder: Path) -> list[int]:
@@ -48,9 +46,7 @@ def check(store: Store, report: Any) -> None:
     table = store.all_rows()
     assert sorted(table["y"]) == [1, 1, 9, 9, 16, 16]
     # Dask may lose what a worker said of cell 2 with the worker, and asks for it again.
-    assert [x for x in ran(store.folder) if x != 2] == [1, 3, 4], (
-        "each ran to its end once, the killed one too"
-    )
+    assert [x for x in ran(store.folder) if x != 2] == [1, 3, 4], "each ran to its end once, the killed one too"
     assert (store.cell(report.keys[2]) / "deaths.txt").read_text() == "x"
 
 
@@ -75,9 +71,7 @@ def test_a_training_in_a_killed_cell_goes_on_from_its_checkpoint(tmp_path: Path)
     report = run_grid(trained, [{"killed_at": 10}, {}], store, workers=2)
     assert not report.failed
     killed, whole = (store.rows(key).iloc[0] for key in report.keys)
-    assert (killed.pop("first_step"), whole.pop("first_step")) == (9, 1), (
-        "steps 9 and 10 were lost, 1 to 8 were not"
-    )
+    assert (killed.pop("first_step"), whole.pop("first_step")) == (9, 1), "steps 9 and 10 were lost, 1 to 8 were not"
     pd.testing.assert_series_equal(killed, whole, check_exact=True, check_names=False)
 
 
@@ -108,10 +102,7 @@ def dask_cluster(tmp_path: Path) -> Iterator[str]:
     ]
     worker = [*dask, "worker", address, "--nthreads", "1", "--no-dashboard"]
     with (tmp_path / "log").open("w") as log:
-        started = [
-            subprocess.Popen(command, cwd=elsewhere, stdout=log, stderr=log)
-            for command in (scheduler, worker)
-        ]
+        started = [subprocess.Popen(command, cwd=elsewhere, stdout=log, stderr=log) for command in (scheduler, worker)]
     yield address
     for process in reversed(started):
         process.terminate()
@@ -143,9 +134,7 @@ def test_submitit_jobs_run_the_grid(tmp_path: Path) -> None:
 # -- what is said when it doesn't work ----------------------------------------------------------------
 
 
-def test_rows_written_where_nobody_sees_them_are_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_written_where_nobody_sees_them_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Elsewhere(executors.concurrent.futures.Executor):
         def submit(self, fn: Any, /, run_cell: Any, config: Any, folder: Path, *args: Any) -> Any:  # type: ignore[override]
             future: Any = executors.concurrent.futures.Future()
@@ -183,9 +172,7 @@ def test_a_missing_package_is_named_with_its_extra(
 
 
 def test_names_and_settings_are_checked() -> None:
-    assert named("submitit", ["partition=gpu", "time=60", "memory=none"]) == Submitit(
-        partition="gpu", time=60
-    )
+    assert named("submitit", ["partition=gpu", "time=60", "memory=none"]) == Submitit(partition="gpu", time=60)
     assert named("local") == Local()
     for words, said in (
         (("dusk",), "executor 'dusk' not found. Nearest: dask"),
@@ -223,16 +210,11 @@ def test_the_command_line_hands_its_executor_to_the_recipe(
     from probelens.examples import quickstart
 
     seen: list[Any] = []
-    monkeypatch.setattr(
-        quickstart, "run", lambda config, progress: seen.append(executors.current()) or tmp_path
-    )
+    monkeypatch.setattr(quickstart, "run", lambda config, progress: seen.append(executors.current()) or tmp_path)
     run = ["run", "quickstart", "--out", str(tmp_path)]
     assert main(run) == 0
     assert main([*run, "--executor", "dask", "--scheduler", "tcp://a:1"]) == 0
-    assert (
-        main([*run, "--executor", "submitit", "--executor-set", "partition=gpu", "--executor-set", "gpus=1"])
-        == 0
-    )
+    assert main([*run, "--executor", "submitit", "--executor-set", "partition=gpu", "--executor-set", "gpus=1"]) == 0
     assert seen == [Local(), Dask("tcp://a:1"), Submitit(partition="gpu", gpus=1)]
     capsys.readouterr()
     for words, said in (

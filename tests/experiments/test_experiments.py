@@ -31,9 +31,7 @@ def test_keys_depend_on_content_alone() -> None:
     assert cell_key({"a": 1}) != cell_key({"a": 2})
     assert cell_key({"a": 1}, "1.0") != cell_key({"a": 1}, "1.1")
     code = "from probelens.experiments import cell_key; print(cell_key({'a': 1}))"
-    other = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert other.stdout.strip() == cell_key({"a": 1})
     for bad in ({"a": object()}, {"a": float("nan")}):
         with pytest.raises(pl.InputError, match="plain data"):

@@ -119,9 +119,7 @@ def test_what_needs_weights_says_where_it_is_to_be_had(cache: pl.ActivationCache
         cache.stack_heads  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    "short", ["k1", "pattern2", ("attn", 2), ("key", 1), ("k", 1, "a"), ("mixer_out", 0)]
-)
+@pytest.mark.parametrize("short", ["k1", "pattern2", ("attn", 2), ("key", 1), ("k", 1, "a"), ("mixer_out", 0)])
 def test_shorthands_of_transformer_lens(cache: pl.ActivationCache, short: object) -> None:
     wanted = {"k1": "attn.hook_k", ("key", 1): "attn.hook_k", ("k", 1, "a"): "attn.hook_k"}
     if short == ("mixer_out", 0):

@@ -120,18 +120,13 @@ def test_a_value_by_position_means_the_same_in_chunks_of_every_size(edit):
     with pytest.raises(ShapeError, match=r"as \(batch, ...\) and as \(pos, ...\)"):
         pl.at(1, edit(value))(acts()[:1].repeat(POS, 1, 1), hook=point())
     torch.testing.assert_close(
-        pl.at(1, edit(value))(acts(), hook=point())[:, 1],
-        edit(value)(acts())[:, 1],
-        msg="4 rows, 5 positions",
+        pl.at(1, edit(value))(acts(), hook=point())[:, 1], edit(value)(acts())[:, 1], msg="4 rows, 5 positions"
     )
 
 
 def test_a_value_by_position_at_a_state_point_of_a_model():
     model = pl.wrap(zoo.build("lstm"))
-    value, tokens = (
-        torch.randn(POS, zoo.WIDTH, generator=torch.Generator().manual_seed(0)),
-        zoo.tokens(POS, POS),
-    )
+    value, tokens = (torch.randn(POS, zoo.WIDTH, generator=torch.Generator().manual_seed(0)), zoo.tokens(POS, POS))
     hooks = [("blocks.1.rnn.hook_h", edits.replace(value))]
     whole = model.run_with_hooks(tokens, hooks)
     parts = [model.run_with_hooks(rows, hooks) for rows in tokens.split(2)]
@@ -184,12 +179,7 @@ def test_values_spread_over_missing_axes_only():
 
 @pytest.mark.parametrize(
     ("error", "pos"),
-    [
-        (InputError, 5),
-        (InputError, [-6]),
-        (ShapeError, torch.tensor([0])),
-        (ShapeError, torch.ones(2, 2) > 0),
-    ],
+    [(InputError, 5), (InputError, [-6]), (ShapeError, torch.tensor([0])), (ShapeError, torch.ones(2, 2) > 0)],
 )
 def test_positions_outside_the_sequence_are_refused(error, pos):
     with pytest.raises(error):

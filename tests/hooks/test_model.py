@@ -45,9 +45,7 @@ def test_an_unhooked_call_gives_the_users_own_numbers(raw: nn.Module) -> None:
         assert torch.equal(pl.wrap(raw)(x), want)
 
 
-def test_identity_hooks_change_nothing_and_a_changed_tensor_changes_the_output(
-    name: str, raw: nn.Module
-) -> None:
+def test_identity_hooks_change_nothing_and_a_changed_tensor_changes_the_output(name: str, raw: nn.Module) -> None:
     model, x = pl.wrap(raw), zoo.tokens()
     want = zoo.logits(raw, x)
     generator = torch.Generator().manual_seed(1)
@@ -70,9 +68,7 @@ def test_the_layer_axis_is_what_the_blocks_take_and_return(name: str, raw: nn.Mo
         blocks = [raw.get_submodule(p) for p in model.adapter.blocks]
     else:
         if len(raw.layers) == 1:
-            pytest.skip(
-                "the layers of one fused module have no module each; tested against unrolled layers below"
-            )
+            pytest.skip("the layers of one fused module have no module each; tested against unrolled layers below")
         blocks = list(raw.layers)
     seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     handles = []
@@ -141,9 +137,7 @@ def test_start_at_layer_gives_the_same_logits_and_really_skips(name: str, raw: n
     model, x = pl.wrap(raw), zoo.tokens()
     want = zoo.logits(raw, x)
     calls: list[str] = []
-    inner = [
-        m for p in set(model.adapter.blocks) for m in raw.get_submodule(p).modules() if not list(m.children())
-    ]
+    inner = [m for p in set(model.adapter.blocks) for m in raw.get_submodule(p).modules() if not list(m.children())]
     with torch.no_grad():
         for layer in range(zoo.LAYERS + 1):
             resid = model(x, stop_at_layer=layer)
@@ -602,8 +596,7 @@ def test_names_can_be_globs_lists_predicates_and_raw_module_paths() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [(torch.zeros(1), "returned shape"), (3.0, "returned a float"), ("x", "returned a str")],
+    ("value", "text"), [(torch.zeros(1), "returned shape"), (3.0, "returned a float"), ("x", "returned a str")]
 )
 def test_a_hook_that_returns_another_shape_is_an_error(value: object, text: str) -> None:
     raw = zoo.build("neox")
@@ -621,9 +614,7 @@ def test_wrapping_text_models_uses_their_tokenizer(tmp_path: object) -> None:
     words = {w: i for i, w in enumerate(["<s>", "<unk>", "the", "cat", "sat"])}
     fast = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     fast.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=fast, bos_token="<s>", unk_token="<unk>", pad_token="<s>"
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, bos_token="<s>", unk_token="<unk>", pad_token="<s>")
     raw = zoo.build("neox")
     model = pl.wrap(raw, tokenizer=tokenizer)
     assert model.to_tokens("the cat").tolist() == [[2, 3]]
@@ -707,6 +698,4 @@ def test_a_run_from_the_middle_is_refused_where_something_goes_around_the_blocks
     notes = {row["name"]: row["note"] for row in report.rows if row["note"]}
     # Not block 0's output: the way around begins with it.
     assert set(notes) == {"blocks.1.hook_resid_pre", "blocks.1.hook_resid_post"}
-    assert all(
-        pl.wrap(zoo.build(name)).can_start_at(1) for name in ("neox", "mamba", "lstm", "gru-fused-time-first")
-    )
+    assert all(pl.wrap(zoo.build(name)).can_start_at(1) for name in ("neox", "mamba", "lstm", "gru-fused-time-first"))

@@ -57,10 +57,7 @@ OWN: dict[str, dict[str, tuple[Any, list[str]]]] = {
         "pair inside a part": (("q", -1), [f"blocks.{LAST}.attn.hook_q"]),
         "joined": ("k1", ["blocks.1.attn.hook_k"]),
         "layer type": (("mlp_post", 0, "mlp"), ["blocks.0.mlp.hook_post"]),
-        "module path": (
-            "gpt_neox.layers.1.mlp.dense_h_to_4h.hook_in",
-            ["gpt_neox.layers.1.mlp.dense_h_to_4h.hook_in"],
-        ),
+        "module path": ("gpt_neox.layers.1.mlp.dense_h_to_4h.hook_in", ["gpt_neox.layers.1.mlp.dense_h_to_4h.hook_in"]),
         "glob of module paths": (
             "gpt_neox.layers.*.mlp.hook_out",
             [f"gpt_neox.layers.{i}.mlp.hook_out" for i in range(zoo.LAYERS)],
@@ -191,9 +188,7 @@ def test_erase_takes_sites_alike(form: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "form"), [(f, form) for f in FAMILIES for form in forms(f)])
-def test_what_means_one_point_is_a_key_of_caches_and_activations_and_others_are_refused(
-    family: str, form: str
-) -> None:
+def test_what_means_one_point_is_a_key_of_caches_and_activations_and_others_are_refused(family: str, form: str) -> None:
     model, (asked, want) = MODELS[family], forms(family)[form]
     cache = model.run_with_cache(BATCH.tokens, None)[1]
     if any(name not in cache for name in want):
@@ -321,9 +316,7 @@ def test_a_point_knows_its_block_and_its_place_on_the_layer_axis(family: str) ->
             assert point.block == point.layer() == point.at(0).layer() == block
             assert point.depth == point.at(0).depth == block - point.name.endswith("resid_pre")
         else:
-            assert point.depth == (
-                -1 if "embed" in point.name.split(".")[0] and "un" not in point.name else zoo.LAYERS
-            )
+            assert point.depth == (-1 if "embed" in point.name.split(".")[0] and "un" not in point.name else zoo.LAYERS)
             with pytest.raises(pl.InputError, match="belongs to the whole model"):
                 point.layer()
     assert [point.depth for point in resolve(model, "layers")] == [-1, *range(zoo.LAYERS)]

@@ -37,9 +37,7 @@ def test_real_tokens_after_padding_have_the_numbers_that_they_have_alone(name: s
     for site in SITES:
         size = alone[site].abs().max()
         assert (told[site][:, 3:] - alone[site]).abs().max() <= 1e-5 * size
-        assert (untold[site][:, 3:] - alone[site]).abs().max() > 1e-2 * size, (
-            "the control: without the mask they don't"
-        )
+        assert (untold[site][:, 3:] - alone[site]).abs().max() > 1e-2 * size, "the control: without the mask they don't"
     with torch.no_grad():
         whole = model(tokens, attention_mask=mask)
         assert torch.equal(model({"input_ids": tokens, "attention_mask": mask}), whole)

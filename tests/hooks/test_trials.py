@@ -230,9 +230,7 @@ class Stateful(nn.Module):
 @pytest.mark.parametrize("noisy", [True, False])
 def test_runs_of_a_model_that_answers_otherwise_each_time_are_not_compared(noisy: bool) -> None:
     x = zoo.tokens(2, 12)
-    pairs = pl.PatchPairs(
-        x, x.flip(0), torch.tensor([0, 0]), torch.tensor([11, 11]), torch.tensor([[1, 2]] * 2)
-    )
+    pairs = pl.PatchPairs(x, x.flip(0), torch.tensor([0, 0]), torch.tensor([11, 11]), torch.tensor([[1, 2]] * 2))
     with pytest.raises(pl.InputError, match="other outputs for the same inputs"):
         pl.patch(pl.wrap(Stateful(noisy).eval()), pairs, "resid_post")
     assert pl.patch(pl.wrap(zoo.build("lstm")), pairs, "resid_post").values.isfinite().all()
@@ -264,9 +262,7 @@ def test_a_mask_that_a_model_which_reads_both_ways_ignores_is_refused(known: boo
             run(deaf)
         with torch.no_grad():
             assert torch.allclose(run(good)[:1, :6], good(x[:1, :6]), atol=1e-5)
-    assert torch.equal(deaf(x), deaf(x, attention_mask=torch.ones_like(mask))), (
-        "the control: nothing is padded"
-    )
+    assert torch.equal(deaf(x), deaf(x, attention_mask=torch.ones_like(mask))), "the control: nothing is padded"
     assert reads_both_ways(deaf, x)
 
 
@@ -302,12 +298,7 @@ def test_what_holds_for_several_sequences_is_tried_again_for_one() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "rounding", "fault"),
-    [
-        (torch.float64, 1e-6, 1e-3),
-        (torch.float32, 1e-5, 1e-3),
-        (torch.bfloat16, 1e-2, 0.2),
-        (torch.float16, 1e-3, 0.2),
-    ],
+    [(torch.float64, 1e-6, 1e-3), (torch.float32, 1e-5, 1e-3), (torch.bfloat16, 1e-2, 0.2), (torch.float16, 1e-3, 0.2)],
 )
 def test_a_comparison_allows_the_rounding_of_the_dtype_and_no_more(
     dtype: torch.dtype, rounding: float, fault: float

@@ -86,10 +86,7 @@ def test_edited_weights_come_back_bit_for_bit(name: str) -> None:
     raw = zoo.build(name)
     model, x = pl.wrap(raw), zoo.tokens()
     want, before = zoo.logits(raw, x), {k: v.clone() for k, v in raw.state_dict().items()}
-    edits = {
-        "unembed.weight": lambda w: w * 3 + 0.1,
-        next(k for k, _ in raw.named_parameters()): torch.zeros_like,
-    }
+    edits = {"unembed.weight": lambda w: w * 3 + 0.1, next(k for k, _ in raw.named_parameters()): torch.zeros_like}
     with model.edit_weights(edits):
         assert not torch.allclose(zoo.logits(raw, x), want)
     with pytest.raises(ZeroDivisionError), model.edit_weights(edits):
@@ -105,9 +102,7 @@ def test_zeroing_hook_conv_equals_a_kernel_and_bias_of_zero() -> None:
         model, x = pl.wrap(zoo.build(name)), zoo.tokens()
         for layer in range(zoo.LAYERS):
             with torch.no_grad():
-                by_hook = model.run_with_hooks(
-                    x, [(f"blocks.{layer}.mixer.hook_conv", lambda t, hook: t * 0)]
-                )
+                by_hook = model.run_with_hooks(x, [(f"blocks.{layer}.mixer.hook_conv", lambda t, hook: t * 0)])
                 names = (f"blocks.{layer}.mixer.conv1d.weight", f"blocks.{layer}.mixer.conv1d.bias")
                 with model.edit_weights(dict.fromkeys(names, torch.zeros_like)):
                     by_weight = model(x)

@@ -65,15 +65,11 @@ def install(folder: Path, package: str, code: str, entry: str) -> None:
     (info / "entry_points.txt").write_text(f"[probelens.adapters]\n{entry}\n")
 
 
-def test_adapters_of_other_packages_work_by_entry_point_and_a_broken_one_hurts_no_other(
-    tmp_path: Path,
-) -> None:
+def test_adapters_of_other_packages_work_by_entry_point_and_a_broken_one_hurts_no_other(tmp_path: Path) -> None:
     install(tmp_path, "goodpack", GOOD, "tower = goodpack:TowerAdapter")
     install(tmp_path, "brokenpack", "1 / 0", "broken = brokenpack:Nothing")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{CHECK}"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "ok"
 
@@ -84,9 +80,7 @@ def test_every_built_in_adapter_imports_and_none_imports_its_backend() -> None:
         "heavy = {'transformers', 'transformer_lens', 'nnsight', 'mamba_ssm'} & set(sys.modules); "
         "print(sorted(found), sorted(heavy))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     names = set(wrapping.adapters())
     assert {"hf-transformer", "hf-mamba", "hf-mamba2", "torch-rnn", "generic"} <= names
     assert done.stdout.strip() == f"{sorted(names)} []"

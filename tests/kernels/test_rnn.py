@@ -167,9 +167,7 @@ class TestEqualToTorch:
         assert dropped.any()
         assert not (tap.whole["0.hook_out"] == 0).any()
 
-    def test_without_listeners_the_native_kernel_runs_bit_for_bit(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_without_listeners_the_native_kernel_runs_bit_for_bit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         module = build("LSTM", num_layers=2)
         x, hx = inputs_for(module, "batched")
         module.__dict__["forward"] = lambda *a: pytest.fail("called the replaced forward")
@@ -278,9 +276,7 @@ class TestReading:
         assert reached.tolist() == [True] * 4 + [False] * 3
 
 
-def unrolled(
-    module: Any, x: Tensor, hx: Any, layer: int, step: int, name: str, *, reverse: bool = False
-) -> Tensor:
+def unrolled(module: Any, x: Tensor, hx: Any, layer: int, step: int, name: str, *, reverse: bool = False) -> Tensor:
     """The module's output from torch's own cells, with one state halved by hand. (batch, pos, hidden)"""
     cell_type = {"LSTM": nn.LSTMCell, "GRU": nn.GRUCell, "RNN_TANH": nn.RNNCell}[module.mode]
     ways = 2 if module.bidirectional else 1
@@ -305,12 +301,7 @@ def unrolled(
                     else:
                         # this step's h is read from the edited c, through the same output gate
                         state[1] = halve(state[1], t)
-                        pre = (
-                            x[:, t] @ cell.weight_ih.T
-                            + cell.bias_ih
-                            + before @ cell.weight_hh.T
-                            + cell.bias_hh
-                        )
+                        pre = x[:, t] @ cell.weight_ih.T + cell.bias_ih + before @ cell.weight_hh.T + cell.bias_hh
                         state[0] = torch.sigmoid(pre[:, 3 * HIDDEN :]) * torch.tanh(state[1])
                 out[t] = state[0]
             outs.append(torch.stack(out, dim=1))
@@ -399,10 +390,7 @@ class TestEdits:
         for row, length in enumerate(lengths.tolist()):
             at = [p for p in (1, 5) if p < length]
             alone, alone_last = rnn_forward(
-                module,
-                padded[row, :length],
-                tuple(s[:, row] for s in hx),
-                Recorder(edit={name: halve}, at=at),
+                module, padded[row, :length], tuple(s[:, row] for s in hx), Recorder(edit={name: halve}, at=at)
             )
             torch.testing.assert_close(out[row, :length], alone, atol=1e-12, rtol=0)
             for left, right in zip(last, alone_last):

@@ -96,9 +96,7 @@ class TestCompiled:
         monkeypatch.setattr(compiled, "_WIDEST", 16)
 
     def run(self, inputs: list[Tensor], index: int | None = None) -> list[Tensor | None]:
-        inputs = [
-            t.detach().clone().requires_grad_(index is None or i == index) for i, t in enumerate(inputs)
-        ]
+        inputs = [t.detach().clone().requires_grad_(index is None or i == index) for i, t in enumerate(inputs)]
         out = selective_scan(*inputs)
         weight = torch.linspace(-1, 2, out.y.numel(), dtype=out.y.dtype).view_as(out.y)
         ((out.y * weight).sum() + out.state.square().sum()).backward()
@@ -108,15 +106,11 @@ class TestCompiled:
         calls: list[str] = []
         for name in ("scan", "scan_keeping", "scan_gradients"):
             kept = getattr(compiled, name)
-            monkeypatch.setattr(
-                compiled, name, lambda *a, kept=kept, name=name: calls.append(name) or kept(*a)
-            )
+            monkeypatch.setattr(compiled, name, lambda *a, kept=kept, name=name: calls.append(name) or kept(*a))
         return calls
 
     @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-    def test_values_and_gradients_equal_float64(
-        self, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_values_and_gradients_equal_float64(self, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
         calls = self.compiled_calls(monkeypatch)
         found = self.run(scan_inputs(*shape, dtype=torch.float32))
         assert calls == ["scan", "scan_gradients"]
@@ -148,15 +142,7 @@ class TestCompiled:
 
     def test_layouts_that_are_not_contiguous(self) -> None:
         x, dt, A, B, C, D, first = (t.detach() for t in scan_inputs(3, 6, 20, 4, dtype=torch.float32))
-        strided = [
-            x.mT.contiguous().mT,
-            dt[..., :1].expand_as(dt),
-            A.T.contiguous().T,
-            B.flip(1),
-            C,
-            D,
-            first,
-        ]
+        strided = [x.mT.contiguous().mT, dt[..., :1].expand_as(dt), A.T.contiguous().T, B.flip(1), C, D, first]
         plain = [t.contiguous() for t in strided]
         for a, b in zip(self.run(strided), self.run(plain), strict=True):
             torch.testing.assert_close(a, b)
@@ -166,9 +152,7 @@ class TestCompiled:
         vanishing = self.run([x, dt + 200, A - 1, B, C, D, first])
         assert all(v is not None and bool(v.isfinite().all()) for v in vanishing)
         # Only what is written remains of a state whose decay is e^-200.
-        torch.testing.assert_close(
-            vanishing[1], (dt + 200)[:, -1, :, None] * (x[:, -1, :, None] * B[:, -1, None])
-        )
+        torch.testing.assert_close(vanishing[1], (dt + 200)[:, -1, :, None] * (x[:, -1, :, None] * B[:, -1, None]))
         x[1, 2, 3] = torch.nan
         y = self.run([x, dt, A, B, C, D, first])[0]
         assert y is not None
@@ -185,9 +169,7 @@ class TestCompiled:
 
         torch.testing.assert_close(twice("fused"), twice("steps"))
 
-    def test_not_where_states_are_read_and_a_gradient_is_wanted(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_not_where_states_are_read_and_a_gradient_is_wanted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls = self.compiled_calls(monkeypatch)
         inputs = scan_inputs(dtype=torch.float32)
         selective_scan(*inputs, read_states=True).y.sum().backward()
@@ -223,11 +205,7 @@ class TestCompiled:
         whole = selective_scan(x, dt, A, B, C, D, first)
         for row in range(5):
             alone = selective_scan(
-                *(v[row : row + 1] for v in (x, dt)),
-                A,
-                *(v[row : row + 1] for v in (B, C)),
-                D,
-                first[row : row + 1],
+                *(v[row : row + 1] for v in (x, dt)), A, *(v[row : row + 1] for v in (B, C)), D, first[row : row + 1]
             )
             assert torch.equal(alone.y[0], whole.y[row])
         head = selective_scan(x[:, :5], dt[:, :5], A, B[:, :5], C[:, :5], D, first)
@@ -240,9 +218,7 @@ class TestCompiled:
         assert fused_kernel(x, A) == "numba"
         assert fused_kernel(x.double(), A.double()) == "torch"
         assert fused_kernel(x.to("meta"), A) == "torch"
-        assert (
-            fused_kernel(torch.empty(1, 1 << 19, 3), A) == "torch"
-        )  # the states of a piece would take 128 MiB
+        assert fused_kernel(torch.empty(1, 1 << 19, 3), A) == "torch"  # the states of a piece would take 128 MiB
         monkeypatch.setattr(compiled, "_FEWEST_ELEMENTS", 2 * 7 * 3 * 4 + 1)
         assert fused_kernel(x, A) == "torch"
         with pytest.raises(ShapeError, match=r"\(2, 7, 3\) and \(4, 3\)"):
@@ -305,9 +281,7 @@ class TestCompiledConvolution:
         calls: list[str] = []
         for name in ("conv", "conv_gradients"):
             kept = getattr(compiled, name)
-            monkeypatch.setattr(
-                compiled, name, lambda *a, kept=kept, name=name: calls.append(name) or kept(*a)
-            )
+            monkeypatch.setattr(compiled, name, lambda *a, kept=kept, name=name: calls.append(name) or kept(*a))
         return calls
 
     def inputs(self, size: int, bias: bool, dtype: torch.dtype = torch.float32) -> list[Tensor | None]:
@@ -322,9 +296,7 @@ class TestCompiledConvolution:
 
     @pytest.mark.parametrize("bias", [True, False])
     @pytest.mark.parametrize("size", [1, 2, 4, 9])
-    def test_values_and_gradients_equal_conv1d_in_float64(
-        self, size: int, bias: bool, calls: list[str]
-    ) -> None:
+    def test_values_and_gradients_equal_conv1d_in_float64(self, size: int, bias: bool, calls: list[str]) -> None:
         found = self.run(self.inputs(size, bias))
         assert calls == ["conv", "conv_gradients"]
         exact = self.inputs(size, bias, torch.float64)
@@ -524,9 +496,7 @@ class TestMemory:
         assert short <= 1024 * (8 + 1)
         assert long <= 1024 * (16 + 1)
 
-    def test_saved_for_backward_grows_with_the_square_root_where_plain_autograd_saves_all_states(
-        self,
-    ) -> None:
+    def test_saved_for_backward_grows_with_the_square_root_where_plain_autograd_saves_all_states(self) -> None:
         def saved(method: str) -> int:
             inputs, _ = self.big(256)
             total = 0
@@ -583,9 +553,7 @@ class TestSSD:
         assert part.state.numel() == 0 < whole.state.numel()
         size = whole.state.numel()
         assert without.at_least(size) < with_state.at_least(size)
-        torch.testing.assert_close(
-            whole.y, ssd_scan(*inputs, torch.zeros_like(first) if start is None else first).y
-        )
+        torch.testing.assert_close(whole.y, ssd_scan(*inputs, torch.zeros_like(first) if start is None else first).y)
 
     def test_equals_the_selective_scan_with_a_spread_out(self) -> None:
         x, dt, A, B, C, D, first = (t.detach() for t in ssd_inputs(9))
@@ -600,9 +568,7 @@ class TestSSD:
                 D[head].expand(3),
                 first[:, head],
             )
-            torch.testing.assert_close(
-                ssd_scan(x, dt, A, B, C, D, first).y[:, :, head], out.y, atol=1e-12, rtol=0
-            )
+            torch.testing.assert_close(ssd_scan(x, dt, A, B, C, D, first).y[:, :, head], out.y, atol=1e-12, rtol=0)
 
     def test_gradients_pass_gradcheck(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(_ssd, "_CHUNK", 4)

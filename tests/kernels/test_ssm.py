@@ -21,14 +21,7 @@ from probelens.kernels import scan as _scan
 from probelens.kernels import ssd as _ssd
 from probelens.kernels import ssm
 from probelens.kernels import tap as _tap
-from probelens.kernels.ssm import (
-    MAMBA2_POINTS,
-    MAMBA_POINTS,
-    MambaState,
-    mamba2_mixer,
-    mamba_mixer,
-    mamba_step,
-)
+from probelens.kernels.ssm import MAMBA2_POINTS, MAMBA_POINTS, MambaState, mamba2_mixer, mamba_mixer, mamba_step
 
 LENGTH = 11
 
@@ -271,9 +264,7 @@ class TestStateEdits:
         return torch.cat(logits, dim=1)
 
     @pytest.mark.parametrize("kind", BOTH)
-    def test_edited_state_equals_transformers_decoding_with_an_edited_cache(
-        self, kind: str, swapped: Any
-    ) -> None:
+    def test_edited_state_equals_transformers_decoding_with_an_edited_cache(self, kind: str, swapped: Any) -> None:
         model = language_model(kind)
         tokens = torch.randint(31, (2, LENGTH), generator=torch.Generator().manual_seed(0))
         step = 4
@@ -341,9 +332,7 @@ class TestTaps:
     def test_identity_edits_change_nothing(self, kind: str, at: list[int] | None) -> None:
         mixer = mixer_of(kind)
         tap = Recorder(edit=dict.fromkeys(points_of(mixer), same), at=at)
-        torch.testing.assert_close(
-            run(mixer, hidden_states(), tap), run(mixer, hidden_states()), atol=2e-6, rtol=0
-        )
+        torch.testing.assert_close(run(mixer, hidden_states(), tap), run(mixer, hidden_states()), atol=2e-6, rtol=0)
         assert set(tap.steps["hook_ssm_state"]) == set(range(LENGTH) if at is None else at)
 
     @pytest.mark.parametrize(("kind", "name"), EVERY_POINT)
@@ -423,8 +412,7 @@ class TestTaps:
             return torch.cat([tensor[:, :4], torch.zeros_like(tensor[:, 4:5]), tensor[:, 5:]], dim=1)
 
         outs = [
-            run(mixer, hidden_states(), Recorder(edit={name: zero_at_4}))
-            for name in ("hook_ssm_write", "hook_ssm_B")
+            run(mixer, hidden_states(), Recorder(edit={name: zero_at_4})) for name in ("hook_ssm_write", "hook_ssm_B")
         ]
         torch.testing.assert_close(outs[0], outs[1], atol=2e-6, rtol=0)
         assert not torch.allclose(outs[0], run(mixer, hidden_states()), atol=1e-3)
@@ -435,9 +423,7 @@ class TestTaps:
     ) -> None:
         mixer = mixer_of(kind)
         module, fused, by_steps = (
-            (_ssd, "ssd_scan", "_ssd_by_steps")
-            if kind == "mamba2"
-            else (_scan, "selective_scan", "_scan_by_steps")
+            (_ssd, "ssd_scan", "_ssd_by_steps") if kind == "mamba2" else (_scan, "selective_scan", "_scan_by_steps")
         )
         monkeypatch.setattr(module, by_steps, lambda *a, **k: pytest.fail("ran step by step"))
         native, lengths = getattr(module, fused), []

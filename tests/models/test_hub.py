@@ -64,9 +64,7 @@ def test_only_a_hub_that_lets_nobody_connect_is_unreachable(
     assert unreachable("someone/model", {}) is None, "it answers, if only 503"
 
 
-def test_a_hub_that_is_silent_after_the_connection_is_slow_and_not_unreachable(
-    online: pytest.MonkeyPatch,
-) -> None:
+def test_a_hub_that_is_silent_after_the_connection_is_slow_and_not_unreachable(online: pytest.MonkeyPatch) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

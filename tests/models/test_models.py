@@ -15,17 +15,7 @@ from torch import nn
 
 from probelens import wrap
 from probelens.errors import InputError, StoreError
-from probelens.models import (
-    ARCHITECTURES,
-    RNNLM,
-    FormalConfig,
-    build,
-    config_of,
-    is_checkpoint,
-    load,
-    n_params,
-    save,
-)
+from probelens.models import ARCHITECTURES, RNNLM, FormalConfig, build, config_of, is_checkpoint, load, n_params, save
 from probelens.tasks import Dyck, GroupWords, Parity
 
 SMALL = {"n_layers": 2, "d_model": 16, "n_heads": 2, "d_state": 4}
@@ -71,9 +61,7 @@ def test_transformer_and_ssms_are_the_published_blocks_at_width_128() -> None:
 
     common = {"vocab_size": 22, "hidden_size": 128, "num_hidden_layers": 4, "tie_word_embeddings": False}
     references = {
-        "transformer": tf.GPTNeoXForCausalLM(
-            tf.GPTNeoXConfig(**common, num_attention_heads=4, intermediate_size=512)
-        ),
+        "transformer": tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**common, num_attention_heads=4, intermediate_size=512)),
         "mamba": tf.MambaForCausalLM(tf.MambaConfig(**common)),
         "mamba2": tf.Mamba2ForCausalLM(tf.Mamba2Config(**common, num_heads=4, n_groups=1)),
     }
@@ -126,11 +114,7 @@ def test_building_leaves_the_global_random_state_alone(arch: str) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_embedding_std_changes_the_embedding_and_nothing_else(arch: str) -> None:
     narrow, wide = (build(FormalConfig(arch, d_vocab=400, embedding_std=std, **SMALL)) for std in (0.02, 1.0))
-    (name,) = [
-        key
-        for key in narrow.state_dict()
-        if not torch.equal(narrow.state_dict()[key], wide.state_dict()[key])
-    ]
+    (name,) = [key for key in narrow.state_dict() if not torch.equal(narrow.state_dict()[key], wide.state_dict()[key])]
     assert "emb" in name
     assert narrow.state_dict()[name].std().item() == pytest.approx(0.02, rel=0.05)
     assert wide.state_dict()[name].std().item() == pytest.approx(1.0, rel=0.05)
@@ -299,8 +283,7 @@ def test_a_recurrent_model_needs_no_transformers() -> None:
 def test_with_one_tap_the_convolution_has_no_past(arch: str) -> None:
     with_past, without = small(arch), small(arch, d_conv=1)
     shapes = [
-        {p.shape[-1] for name, p in m.named_parameters() if "conv1d.weight" in name}
-        for m in (with_past, without)
+        {p.shape[-1] for name, p in m.named_parameters() if "conv1d.weight" in name} for m in (with_past, without)
     ]
     assert shapes == [{4}, {1}]
     tokens = torch.randint(0, 7, (2, 12), generator=torch.Generator().manual_seed(0))

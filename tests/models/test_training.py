@@ -110,9 +110,7 @@ def uninterrupted() -> tuple[dict[str, Tensor], TrainResult]:
 
 def test_a_small_gru_learns_parity_and_the_untrained_one_does_not_know_it() -> None:
     task = Parity()
-    model = build(
-        FormalConfig.for_task("gru", task, n_layers=1, d_model=16, hidden_size=24, embedding_std=1.0)
-    )
+    model = build(FormalConfig.for_task("gru", task, n_layers=1, d_model=16, hidden_size=24, embedding_std=1.0))
     before = evaluate(model, task, (6, 12), trained_length=6, late=4).accuracy(6)
     config = TrainConfig(
         steps=600, batch_size=32, lr=1e-2, length=6, start_length=2, eval_every=20, decay_steps=20, warmup=10
@@ -458,11 +456,7 @@ def test_a_model_that_does_not_fit_the_task_is_refused() -> None:
         train(model, dyck, config=SHORT, progress=False)
     with pytest.raises(InputError, match="has 4 logits, the classes of depth need 11"):
         evaluate(model, dyck)
-    for label, says in (
-        ("heap", "no label 'heap'"),
-        ((), "one label or several"),
-        (["top", "top"], "several"),
-    ):
+    for label, says in (("heap", "no label 'heap'"), ((), "one label or several"), (["top", "top"], "several")):
         with pytest.raises(InputError, match=says):
             train(model, dyck, config=SHORT, label=label, progress=False)
     with pytest.raises(InputError, match="config must be a TrainConfig, not a dict"):
@@ -476,9 +470,7 @@ def test_a_model_without_a_logit_for_every_position_is_refused() -> None:
         def forward(self, tokens: Tensor) -> Tensor:
             return super().forward(tokens).mean(1)
 
-    with pytest.raises(
-        ShapeError, match=r"tokens \(1, 1\) to logits \(batch, pos, vocab\); it gave \(1, 4\)"
-    ):
+    with pytest.raises(ShapeError, match=r"tokens \(1, 1\) to logits \(batch, pos, vocab\); it gave \(1, 4\)"):
         train(Pooled(nn.Embedding(2, 4)), Parity(), config=SHORT, progress=False)
 
 

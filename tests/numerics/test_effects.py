@@ -21,9 +21,7 @@ def null(seed: int, m: int, n: int, spread: float, noise: float) -> torch.Tensor
 
 @pytest.mark.parametrize("m", [20, 99])
 @pytest.mark.parametrize("spread", [0.02, 0.2])
-def test_a_target_that_is_a_draw_of_its_control_has_zero_inside_in_nineteen_of_twenty(
-    m: int, spread: float
-) -> None:
+def test_a_target_that_is_a_draw_of_its_control_has_zero_inside_in_nineteen_of_twenty(m: int, spread: float) -> None:
     outside, small = 0, 0
     for seed in range(200):
         costs = null(seed, m, 60, spread, 0.3)

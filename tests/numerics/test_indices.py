@@ -32,8 +32,7 @@ def sample(profile, n_seeds=4, n_sequences=100, positions=20, seed=0, jitter=0.0
 
 
 @pytest.mark.parametrize(
-    ("profile", "word"),
-    [(STEP_LAST, "late"), (STEP_FIRST, "immediate"), (RAMP, "gradual"), (FLAT, "not learned")],
+    ("profile", "word"), [(STEP_LAST, "late"), (STEP_FIRST, "immediate"), (RAMP, "gradual"), (FLAT, "not learned")]
 )
 def test_planted_profiles_get_their_word(profile, word):
     found = profile_indices(sample(profile), 0.5, solved=1.0)

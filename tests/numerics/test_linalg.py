@@ -40,9 +40,7 @@ print(float(max((linalg.inverse(x) @ x - eye).abs().max(), (linalg.solve(x, x) -
 @pytest.mark.parametrize(("code", "most"), [(MATCHED, 0.01), (INVERSE, 1e-9)], ids=["matched", "inverse"])
 def test_large_stacks_come_out_right_under_two_threads(code: str, most: float) -> None:
     # In a process of its own: what this guards against may also never return.
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT.parent, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT.parent, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "ERROR" not in done.stdout + done.stderr
     assert float(done.stdout) <= most

@@ -21,9 +21,7 @@ def run():
 
 def test_accuracy_and_cross_entropy_equal_torch_and_count_only_the_mask(run):
     logits, labels, mask = run
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(
-        7, 5
-    )
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(7, 5)
     right = (logits.argmax(-1) == labels).float()
     for i in range(7):
         torch.testing.assert_close(cross_entropy(logits, labels, mask)[i], loss[i][mask[i]].mean())
@@ -46,9 +44,7 @@ def test_masked_positions_may_hold_anything(run):
     junk_logits = logits.masked_fill(~mask[..., None], torch.nan)
     junk_labels = labels.masked_fill(~mask, -100)
     assert torch.equal(accuracy(junk_logits, junk_labels, mask), accuracy(logits, labels, mask))
-    torch.testing.assert_close(
-        cross_entropy(junk_logits, junk_labels, mask), cross_entropy(logits, labels, mask)
-    )
+    torch.testing.assert_close(cross_entropy(junk_logits, junk_labels, mask), cross_entropy(logits, labels, mask))
     with pytest.raises(MetricError, match="NaN"):
         accuracy(junk_logits, labels)
     with pytest.raises(MetricError, match="classes"):

@@ -47,9 +47,7 @@ def test_log_odds_cover_where_accuracies_are_near_the_ceiling_and_seeds_far_apar
 def test_the_width_in_log_odds_is_the_t_interval_of_the_survey_literature():
     from scipy import special, stats
 
-    values = (
-        np.random.default_rng(0).random((5, 80)) < np.array([0.99, 0.9, 0.97, 0.8, 0.95])[:, None]
-    ) * 1.0
+    values = (np.random.default_rng(0).random((5, 80)) < np.array([0.99, 0.9, 0.97, 0.8, 0.95])[:, None]) * 1.0
     found = hierarchical_bootstrap(values, scale="logit")
     p, se = values.mean(), stats.sem(values.mean(axis=1))
     width = special.logit(float(found.high)) - special.logit(float(found.low))
@@ -57,9 +55,7 @@ def test_the_width_in_log_odds_is_the_t_interval_of_the_survey_literature():
     assert 0 < float(found.low) < p < float(found.high) < 1
     ends = np.quantile(found.draws.numpy(), [0.025, 0.975])
     assert ends == pytest.approx([float(found.low), float(found.high)])
-    assert float(hierarchical_bootstrap(values).high) > 1, (
-        "the control: the linear one leaves the range of shares"
-    )
+    assert float(hierarchical_bootstrap(values).high) > 1, "the control: the linear one leaves the range of shares"
 
 
 def test_log_odds_are_symmetric_and_of_a_perfect_score_say_nothing():
@@ -103,9 +99,7 @@ def test_single_seed_interval_agrees_with_scipy_bca():
     from scipy import stats
 
     values = np.random.default_rng(1).exponential(size=400)
-    reference = stats.bootstrap(
-        (values,), np.mean, method="BCa", n_resamples=5000, rng=np.random.default_rng(0)
-    )
+    reference = stats.bootstrap((values,), np.mean, method="BCa", n_resamples=5000, rng=np.random.default_rng(0))
     found = hierarchical_bootstrap(values, n_draws=5000)
     width = reference.confidence_interval.high - reference.confidence_interval.low
     assert float(found.low) == pytest.approx(reference.confidence_interval.low, abs=0.08 * width)
@@ -246,13 +240,8 @@ if __name__ == "__main__":  # prints the table of coverages in docs/api/numerics
             options = {"between": between, "accuracy": accuracy, "n_datasets": 2000}
             row = coverage(n_seeds, n_examples, **options)
             logit = coverage(n_seeds, n_examples, scale="logit", **options) if accuracy else None
-            rates = (
-                f"{row['coverage']:.1%} | {logit['coverage']:.1%}" if logit else f"{row['coverage']:.1%} |"
-            )
-            print(
-                f"| {n_seeds} | {n_examples} | {between} | {name} | {rates} | {row['percentile']:.1%} |",
-                flush=True,
-            )
+            rates = f"{row['coverage']:.1%} | {logit['coverage']:.1%}" if logit else f"{row['coverage']:.1%} |"
+            print(f"| {n_seeds} | {n_examples} | {between} | {name} | {rates} | {row['percentile']:.1%} |", flush=True)
 
 
 def test_an_interval_holds_its_estimate_also_with_heavy_tails() -> None:

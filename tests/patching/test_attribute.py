@@ -141,9 +141,7 @@ def test_attribution_is_the_derivative_at_every_point_that_a_model_advertises(na
     corrupted[:, 1] = (clean[:, 1] + 1) % zoo.VOCAB
     read, answers = torch.full((2,), 3), torch.tensor([[0, 3], [1, 4]])
     sites = [site for site in model.hook_dict if not site.startswith("blocks.0.")]
-    got = pl.attribute(
-        model, pl.PatchPairs(clean, corrupted, torch.ones(2).long(), read, answers), sites, None
-    )
+    got = pl.attribute(model, pl.PatchPairs(clean, corrupted, torch.ones(2).long(), read, answers), sites, None)
     _, source = model.run_with_cache(clean)
     _, own = model.run_with_cache(corrupted)
     slopes = {}

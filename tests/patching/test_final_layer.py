@@ -30,9 +30,7 @@ def some_pairs(n: int = N, length: int = LENGTH) -> pl.PatchPairs:
 
 
 def measured(name: str, **kw: Any) -> PatchSitesResult:
-    return patch_sites(
-        pl.wrap(zoo.build(name)), some_pairs(), correct_only=False, n_boot=50, batch_size=5, **kw
-    )
+    return patch_sites(pl.wrap(zoo.build(name)), some_pairs(), correct_only=False, n_boot=50, batch_size=5, **kw)
 
 
 def diff(logits: Tensor, answers: Tensor) -> Tensor:
@@ -165,9 +163,7 @@ def test_residual_sites_equal_hand_written_hooks(name: str) -> None:
     to_read = (torch.arange(LENGTH) >= m[:, None]) & (torch.arange(LENGTH) <= read[:, None])
     entering, after = f"blocks.{last}.hook_resid_pre", f"blocks.{last}.hook_resid_post"
     every = [*(f"blocks.{i}.hook_resid_pre" for i in range(zoo.LAYERS)), after]
-    mixer = {"neox": f"blocks.{last}.hook_attn_out", "mamba": f"blocks.{last}.hook_mixer_out"}.get(
-        name, after
-    )
+    mixer = {"neox": f"blocks.{last}.hook_attn_out", "mamba": f"blocks.{last}.hook_mixer_out"}.get(name, after)
     _, cache = model.run_with_cache(pairs.clean, [*every, mixer])
     at_t = pairs.answers
     own = result.answers_at_pos
@@ -324,9 +320,7 @@ def test_answers_at_m_are_the_models_own_unless_given() -> None:
     assert torch.equal(own.counted[0], differ)
     assert own.row("D")["n"] == int(differ.sum())
     assert own.row("E")["n"] == N
-    given = patch_sites(
-        model, pairs, which="ADE", answers_at_pos=pairs.answers, correct_only=False, n_boot=20
-    )
+    given = patch_sites(model, pairs, which="ADE", answers_at_pos=pairs.answers, correct_only=False, n_boot=20)
     assert given.row("D")["n"] == N
     assert given.recovery("A") == pytest.approx(1, abs=1e-4)
     assert given.recovery("D") != pytest.approx(own.recovery("D"), abs=1e-3)

@@ -26,14 +26,10 @@ def own_pairs(model: pl.HookedModel, n: int = 12) -> pl.PatchPairs:
         said = [model(x)[:, -1].argmax(-1) for x in (clean, corrupted)]
     differ = (said[0] != said[1]).nonzero().flatten()[:n]
     at = torch.full((len(differ),), LENGTH - 1)
-    return pl.PatchPairs(
-        clean[differ], corrupted[differ], torch.ones_like(at), at, torch.stack(said, 1)[differ]
-    )
+    return pl.PatchPairs(clean[differ], corrupted[differ], torch.ones_like(at), at, torch.stack(said, 1)[differ])
 
 
-def answers_by_hand(
-    model: pl.HookedModel, pairs: pl.PatchPairs, site: str, matrix: Tensor, pos: int | None
-) -> Tensor:
+def answers_by_hand(model: pl.HookedModel, pairs: pl.PatchPairs, site: str, matrix: Tensor, pos: int | None) -> Tensor:
     """Whether the source's answer is given after h ← h + A (s − h), by a plain hook."""
     _, cache = model.run_with_cache(pairs.clean, site)
 
@@ -49,9 +45,7 @@ def answers_by_hand(
         return out
 
     with torch.no_grad():
-        logits = model.run_with_hooks(pairs.corrupted, [(site, hook)])[
-            torch.arange(len(pairs)), pairs.read_pos
-        ]
+        logits = model.run_with_hooks(pairs.corrupted, [(site, hook)])[torch.arange(len(pairs)), pairs.read_pos]
     return logits.argmax(-1) == pairs.answers[:, 0]
 
 
@@ -63,9 +57,7 @@ def test_every_cell_equals_one_full_forward_with_a_hand_written_hook(family: str
     width = model.cfg.d_model
     space = pl.subspaces.random(width // 2, width, seed=1)
     basis = space.basis
-    found = interchange(
-        model, pairs, {"resid_post": space}, pos=pos, controls=1, kinds=("random",), batch_size=5
-    )
+    found = interchange(model, pairs, {"resid_post": space}, pos=pos, controls=1, kinds=("random",), batch_size=5)
     assert len(pairs) >= 8
     assert bool(found.correct.all())
     moved = set()
@@ -73,12 +65,8 @@ def test_every_cell_equals_one_full_forward_with_a_hand_written_hook(family: str
         if row["condition"] == "random":
             continue
         part = basis.mT @ basis
-        matrix = {"target": part, "complement": torch.eye(width) - part, "full": torch.eye(width)}[
-            row["condition"]
-        ]
-        want = answers_by_hand(
-            model, pairs, row["site"], matrix, None if row["pos"] == "all" else int(row["pos"])
-        )
+        matrix = {"target": part, "complement": torch.eye(width) - part, "full": torch.eye(width)}[row["condition"]]
+        want = answers_by_hand(model, pairs, row["site"], matrix, None if row["pos"] == "all" else int(row["pos"]))
         assert torch.equal(got, want), row
         moved.add(float(want.double().mean()))
     assert len(moved) > 1  # something moved some answers and something else did not
@@ -86,12 +74,7 @@ def test_every_cell_equals_one_full_forward_with_a_hand_written_hook(family: str
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [
-        ("lstm", "rnn.hook_h"),
-        ("lstm", "rnn.hook_c"),
-        ("mamba", "mixer.hook_ssm_state"),
-        ("neox", "attn.hook_z"),
-    ],
+    [("lstm", "rnn.hook_h"), ("lstm", "rnn.hook_c"), ("mamba", "mixer.hook_ssm_state"), ("neox", "attn.hook_z")],
 )
 def test_states_and_heads_are_interchanged_as_one_vector_per_step(family: str, name: str) -> None:
     model = pl.wrap(zoo.build(family))
@@ -103,9 +86,7 @@ def test_states_and_heads_are_interchanged_as_one_vector_per_step(family: str, n
     found = interchange(model, pairs, {site: space}, pos=2, controls=0, kinds=())
     part = space.basis.mT @ space.basis
     for row, got in zip(found.rows, found.followed, strict=True):
-        matrix = {"target": part, "complement": torch.eye(width) - part, "full": torch.eye(width)}[
-            row["condition"]
-        ]
+        matrix = {"target": part, "complement": torch.eye(width) - part, "full": torch.eye(width)}[row["condition"]]
         assert torch.equal(got, answers_by_hand(model, pairs, site, matrix, 2)), row
 
 
@@ -146,9 +127,7 @@ def known(both: bool = False) -> tuple[pl.HookedModel, pl.PatchPairs]:
     corrupted = clean.clone()
     corrupted[:, -1] ^= 1
     at = torch.full((120,), 2)
-    return model, pl.PatchPairs(
-        clean, corrupted, at, at, torch.stack([clean[:, -1] % 2, corrupted[:, -1] % 2], 1)
-    )
+    return model, pl.PatchPairs(clean, corrupted, at, at, torch.stack([clean[:, -1] % 2, corrupted[:, -1] % 2], 1))
 
 
 def axis(*which: int, d: int = 6) -> pl.Subspace:

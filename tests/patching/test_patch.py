@@ -119,14 +119,10 @@ def test_recovery_is_a_ratio_of_means_over_pairs_both_runs_answer() -> None:
 
 def test_no_correct_pair_and_no_gap_are_errors() -> None:
     kw = {"sites": ["hook_embed"], "layers": [-1], "positions": ["0"]}
-    wrong = pl.PatchResult(
-        torch.zeros(1, 1, 2), -torch.ones(2), torch.ones(2), torch.zeros(2, dtype=torch.bool), **kw
-    )
+    wrong = pl.PatchResult(torch.zeros(1, 1, 2), -torch.ones(2), torch.ones(2), torch.zeros(2, dtype=torch.bool), **kw)
     with pytest.raises(pl.MetricError, match="none of the 2 pairs"):
         wrong.recovery()
-    flat = pl.PatchResult(
-        torch.zeros(1, 1, 2), torch.ones(2), torch.ones(2), torch.ones(2, dtype=torch.bool), **kw
-    )
+    flat = pl.PatchResult(torch.zeros(1, 1, 2), torch.ones(2), torch.ones(2), torch.ones(2, dtype=torch.bool), **kw)
     with pytest.raises(pl.MetricError, match="no gap"):
         flat.recovery()
 
@@ -162,9 +158,7 @@ def test_attribution_is_exact_where_the_model_is_linear_and_close_for_small_chan
 def test_metrics(tmp_path: Path) -> None:
     model, pairs = pl.wrap(zoo.build("gru")), some_pairs()
     by_name = pl.patch(model, pairs, "resid_post")
-    by_function = pl.patch(
-        model, pairs, "resid_post", metric=lambda l, a: l.gather(1, a)[:, 0] - l.gather(1, a)[:, 1]
-    )
+    by_function = pl.patch(model, pairs, "resid_post", metric=lambda l, a: l.gather(1, a)[:, 0] - l.gather(1, a)[:, 1])
     assert torch.allclose(by_name.values, by_function.values)
     prob = pl.patch(model, pairs, "resid_post", metric="prob_diff")
     assert prob.values.abs().max() <= 1
@@ -172,9 +166,7 @@ def test_metrics(tmp_path: Path) -> None:
         pl.patch(model, pairs, "resid_post", metric="logitdiff")  # type: ignore[arg-type]
     with pytest.raises(pl.ShapeError, match="one value for each example"):
         pl.patch(model, pairs, "resid_post", metric=lambda l, a: l)
-    big = pl.PatchPairs(
-        pairs.clean, pairs.corrupted, pairs.edit_pos, pairs.read_pos, pairs.answers + zoo.VOCAB
-    )
+    big = pl.PatchPairs(pairs.clean, pairs.corrupted, pairs.edit_pos, pairs.read_pos, pairs.answers + zoo.VOCAB)
     with pytest.raises(pl.InputError, match="23 logits"):
         pl.patch(model, big, "resid_post")
     with pytest.raises(pl.InputError, match="'denoise', 'noise'"):
@@ -217,9 +209,7 @@ def test_which_pairs_are_answered_correctly_is_the_same_whatever_the_metric() ->
         torch.testing.assert_close(low.recovery(), high.recovery(), rtol=1e-2, atol=1e-3)
         assert abs(low.recovery() - low.recovery(False)) > 1e-3
     # Answers that are no tokens can be those of a metric of one's own, and no run prefers them.
-    none = pl.PatchPairs(
-        pairs.clean, pairs.corrupted, pairs.edit_pos, pairs.read_pos, pairs.answers + zoo.VOCAB
-    )
+    none = pl.PatchPairs(pairs.clean, pairs.corrupted, pairs.edit_pos, pairs.read_pos, pairs.answers + zoo.VOCAB)
     total = pl.patch(model, none, *where, metric=lambda l, a: l.logsumexp(-1))
     assert not total.correct.any()
     assert total.values.std() > 0

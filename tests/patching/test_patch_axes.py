@@ -20,9 +20,7 @@ PATTERN, SCORES, KEYS = (f"blocks.1.attn.hook_{name}" for name in ("pattern", "a
 AXES = {PATTERN: (2, 1), SCORES: (2, 3), KEYS: (1, 2)}
 
 
-def by_hand(
-    model: pl.HookedModel, pairs: pl.PatchPairs, sites: list[str], pos: Any, axis: int | None = None
-) -> Tensor:
+def by_hand(model: pl.HookedModel, pairs: pl.PatchPairs, sites: list[str], pos: Any, axis: int | None = None) -> Tensor:
     """One full forward with hooks that index an axis by hand."""
     _, cache = model.run_with_cache(pairs.clean, sites)
 
@@ -100,9 +98,7 @@ def test_attribution_sums_over_everything_but_the_axis_of_positions(site: str) -
     torch.testing.assert_close(total, (base + effect.flatten(1).sum(1)).detach(), atol=1e-4, rtol=1e-4)
 
 
-def test_masked_scores_that_are_infinite_have_no_effect_instead_of_nan(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_masked_scores_that_are_infinite_have_no_effect_instead_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some attentions mask with −inf: equal infinities don't differ."""
     from probelens.patching.attribute import first_order
     from probelens.patching.metric import read_metric
@@ -151,12 +147,8 @@ def test_a_tensor_too_short_for_the_position_is_named() -> None:
     model = pl.wrap(zoo.build("neox"))
     x = torch.zeros(2, 3, 4)
     point = model.point("blocks.1.hook_resid_post")
-    assert torch.equal(
-        edits.replace(x + 1, pos=torch.tensor([1, 2]))(x, point).sum((1, 2)), torch.tensor([4.0, 4.0])
-    )
-    with pytest.raises(
-        pl.InputError, match=r"pos=\[1, 3\] at .*resid_post': .* 3 positions\. None edits all"
-    ):
+    assert torch.equal(edits.replace(x + 1, pos=torch.tensor([1, 2]))(x, point).sum((1, 2)), torch.tensor([4.0, 4.0]))
+    with pytest.raises(pl.InputError, match=r"pos=\[1, 3\] at .*resid_post': .* 3 positions\. None edits all"):
         edits.replace(x + 1, pos=torch.tensor([1, 3]))(x, point)
 
 

@@ -66,9 +66,7 @@ def test_numeric_labels_are_drawn_from_the_real_ones() -> None:
 
 
 @pytest.mark.parametrize(("memorises", "low", "high"), [(True, -0.05, 0.05), (False, 0.4, 1.0)])
-def test_selectivity_is_zero_for_memory_and_large_for_a_code(
-    memorises: bool, low: float, high: float
-) -> None:
+def test_selectivity_is_zero_for_memory_and_large_for_a_code(memorises: bool, low: float, high: float) -> None:
     """Features that name the context make both tasks easy; features that hold the state only one."""
     generator = torch.Generator().manual_seed(0)
     batch = Parity().sample(800, length=20, seed=0)

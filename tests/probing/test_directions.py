@@ -14,9 +14,7 @@ from probelens.subspaces import between_share, directions, variance_share
 def data(n: int = 1500, d: int = 12, classes: int = 4) -> tuple[Tensor, Tensor]:
     gen = torch.Generator().manual_seed(0)
     y = torch.randint(classes, (n, 1), generator=gen)
-    mixed = torch.randn(n, 1, d, generator=gen) @ (
-        torch.randn(d, d, generator=gen) * torch.logspace(1, -1, d)
-    )
+    mixed = torch.randn(n, 1, d, generator=gen) @ (torch.randn(d, d, generator=gen) * torch.logspace(1, -1, d))
     return mixed + torch.randn(classes, d, generator=gen)[y] + 3 * torch.randn(d, generator=gen), y
 
 
@@ -77,9 +75,7 @@ def test_without_the_class_means_all_classes_have_one_mean_and_without_the_filte
     assert spread(directions(probes, definition="filter")["a"].project_out(x)) > 0.3 * whole
 
 
-def test_leace_of_the_probe_is_leace_of_its_training_rows(
-    fitted: tuple[pl.ProbeResult, Tensor, Tensor],
-) -> None:
+def test_leace_of_the_probe_is_leace_of_its_training_rows(fitted: tuple[pl.ProbeResult, Tensor, Tensor]) -> None:
     probes, x, y = fitted
     own, reference = directions(probes, definition="leace")["a"], pl.leace(x, y)
     torch.testing.assert_close(own.matrix, reference.matrix, rtol=0, atol=1e-3)
@@ -109,9 +105,7 @@ def test_a_readable_direction_of_no_variance_is_filter_but_not_class_means() -> 
     probes = pl.probe({"a": x}, {"y": y}, Cs=(1000.0,))
     sigma = torch.cov(x[:, 0].double().mT)
     held = probes.directions("a").class_means
-    share = {
-        k: variance_share(directions(probes, definition=k)["a"], sigma) for k in ("filter", "class_means")
-    }
+    share = {k: variance_share(directions(probes, definition=k)["a"], sigma) for k in ("filter", "class_means")}
     assert share["filter"] < 0.01 < 0.2 < share["class_means"]
     assert between_share(directions(probes)["a"], held) == pytest.approx(1, abs=1e-6)
     assert between_share(directions(probes, definition="filter")["a"], held) < 0.7
@@ -134,12 +128,8 @@ def test_a_result_saved_without_patterns_says_so_and_still_has_its_rows(
     assert directions(old, definition="filter")["a"].rank == 3
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "said"), [({"definition": "rows"}, "'class_means'"), ({"rank": 0}, "at least 1")]
-)
-def test_bad_arguments_are_named(
-    fitted: tuple[pl.ProbeResult, Tensor, Tensor], kwargs: dict, said: str
-) -> None:
+@pytest.mark.parametrize(("kwargs", "said"), [({"definition": "rows"}, "'class_means'"), ({"rank": 0}, "at least 1")])
+def test_bad_arguments_are_named(fitted: tuple[pl.ProbeResult, Tensor, Tensor], kwargs: dict, said: str) -> None:
     with pytest.raises(pl.InputError, match=said):
         directions(fitted[0], **kwargs)
     with pytest.raises(pl.InputError, match="a Tensor"):

@@ -28,12 +28,7 @@ def problem(
 
 
 def objective(
-    coef: np.ndarray,
-    intercept: np.ndarray,
-    x: np.ndarray,
-    y: np.ndarray,
-    C: float,
-    weight: np.ndarray | None = None,
+    coef: np.ndarray, intercept: np.ndarray, x: np.ndarray, y: np.ndarray, C: float, weight: np.ndarray | None = None
 ) -> float:
     """scikit-learn's objective, written down independently of the solver."""
     z = x @ np.asarray(coef).T + np.asarray(intercept)
@@ -64,9 +59,7 @@ def test_coefficients_and_objective_are_those_of_scikit_learn(shape: str, weight
     weight = np.random.default_rng(1).uniform(0, 2, n) if weighted else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newton-cholesky falls back to lbfgs on some of these
-        theirs = LogisticRegression(C=C, tol=1e-10, max_iter=20_000, solver="newton-cholesky").fit(
-            x, y, weight
-        )
+        theirs = LogisticRegression(C=C, tol=1e-10, max_iter=20_000, solver="newton-cholesky").fit(x, y, weight)
     w = None if weight is None else torch.from_numpy(weight)
     ((ours,),) = fit_path(torch.from_numpy(x), torch.from_numpy(y), C, w, tol=1e-10)
     best = objective(theirs.coef_, theirs.intercept_, x, y, C, weight)
@@ -100,9 +93,7 @@ def test_the_true_gap_is_what_the_tolerance_says(tol: float, dtype: torch.dtype)
         assert all(fit.converged for fit in [*exact, *path, *alone])
         for reference, *found in zip(exact, path, alone):
             for fit in found:
-                reached = objective(
-                    fit.coef.numpy(), fit.intercept.numpy(), features.double().numpy(), y, fit.C
-                )
+                reached = objective(fit.coef.numpy(), fit.intercept.numpy(), features.double().numpy(), y, fit.C)
                 gaps.append(reached / reference.objective - 1)
     # The stopping rule goes by an estimate: nearly separable classes at a huge C may exceed it a little.
     assert min(gaps) > -1e-7
@@ -113,9 +104,7 @@ def test_the_true_gap_is_what_the_tolerance_says(tol: float, dtype: torch.dtype)
 def test_a_loose_tolerance_is_really_looser() -> None:
     """The control of the test above: it can tell a gap from none."""
     x, y = problem(800, 40, 30, decay=1.0)
-    loose, exact = (
-        fit_path(torch.from_numpy(x), torch.from_numpy(y), 1.0, tol=t)[0][0] for t in (0.1, 1e-10)
-    )
+    loose, exact = (fit_path(torch.from_numpy(x), torch.from_numpy(y), 1.0, tol=t)[0][0] for t in (0.1, 1e-10))
     assert loose.objective > exact.objective * (1 + 1e-5)
     assert loose.n_iter < exact.n_iter
 
@@ -142,9 +131,7 @@ def test_fits_come_back_in_the_order_of_the_values_of_C() -> None:
 def test_stop_leaves_out_larger_C_of_one_label_set_only() -> None:
     x, y = problem(100, 4, 3)
     labels = torch.from_numpy(y)
-    paths = fit_path(
-        torch.from_numpy(x), [labels, labels], [0.1, 1.0, 10.0], stop=lambda i, fit: i == 0 and fit.C >= 1
-    )
+    paths = fit_path(torch.from_numpy(x), [labels, labels], [0.1, 1.0, 10.0], stop=lambda i, fit: i == 0 and fit.C >= 1)
     assert [[fit.C for fit in path] for path in paths] == [[0.1, 1.0], [0.1, 1.0, 10.0]]
 
 
@@ -188,9 +175,7 @@ def test_float32_far_from_the_origin_loses_nothing() -> None:
 
 @pytest.mark.parametrize("refactor", [(False, False), (True, True), (True, False)])
 @pytest.mark.parametrize("standardize", [False, True])
-def test_projecting_out_equals_fitting_the_projected_features(
-    refactor: tuple[bool, bool], standardize: bool
-) -> None:
+def test_projecting_out_equals_fitting_the_projected_features(refactor: tuple[bool, bool], standardize: bool) -> None:
     x, y = problem(300, 12, 4, decay=1.0)
     basis = torch.linalg.qr(torch.from_numpy(np.random.default_rng(3).standard_normal((12, 3)))).Q.T
     features, labels = torch.from_numpy(x), torch.from_numpy(y)
@@ -252,10 +237,7 @@ def test_ridge_is_that_of_scikit_learn(n: int, d: int, weighted: bool) -> None:
     weight = rng.uniform(0, 2, n) if weighted else None
     alphas = [1e-3, 1.0, 100.0]
     fits = ridge_path(
-        torch.from_numpy(x),
-        torch.from_numpy(targets),
-        alphas,
-        None if weight is None else torch.from_numpy(weight),
+        torch.from_numpy(x), torch.from_numpy(targets), alphas, None if weight is None else torch.from_numpy(weight)
     )
     for alpha, fit in zip(alphas, fits):
         theirs = Ridge(alpha=alpha).fit(x, targets, weight)

@@ -75,9 +75,7 @@ def test_the_blocks_are_those_of_the_source_and_add_up() -> None:
 
 
 def test_blocks_end_where_sequences_end() -> None:
-    groups = torch.arange(50).repeat_interleave(20)[
-        torch.randperm(1000, generator=torch.Generator().manual_seed(0))
-    ]
+    groups = torch.arange(50).repeat_interleave(20)[torch.randperm(1000, generator=torch.Generator().manual_seed(0))]
     code = online_codelength(features(1000), draw(1000, 2), groups=groups)
     assert all(end % 20 == 0 for end in code.ends)
     assert code.ends[-1] == 1000

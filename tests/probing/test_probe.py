@@ -49,13 +49,10 @@ def test_accuracy_is_what_a_probe_made_by_hand_reaches() -> None:
     Cs = (1e-3, 1e-1, 10.0)
     result = pl.probe(x, y, Cs=Cs, seed=3, tol=1e-8)
     split = split_by_group(torch.arange(N), seed=3)
-    sides = [
-        (x[i].flatten(0, 1).numpy(), y[i].flatten().numpy()) for i in (split.train, split.val, split.test)
-    ]
+    sides = [(x[i].flatten(0, 1).numpy(), y[i].flatten().numpy()) for i in (split.train, split.val, split.test)]
     scaler = StandardScaler().fit(sides[0][0])
     fits = [
-        LogisticRegression(C=C, tol=1e-8, max_iter=5000).fit(scaler.transform(sides[0][0]), sides[0][1])
-        for C in Cs
+        LogisticRegression(C=C, tol=1e-8, max_iter=5000).fit(scaler.transform(sides[0][0]), sides[0][1]) for C in Cs
     ]
     best = max(fits, key=lambda m: m.score(scaler.transform(sides[1][0]), sides[1][1]))
     row = result.row("activations")
@@ -72,9 +69,7 @@ def test_directions_are_in_the_space_of_the_activations() -> None:
     split = split_by_group(torch.arange(N))
     right = (logits.argmax(-1) == y)[split.test].double().mean()
     assert float(right) == pytest.approx(result.accuracy("site"), abs=2e-3)
-    torch.testing.assert_close(
-        result.mean("site"), x[split.train].flatten(0, 1).mean(0), rtol=1e-3, atol=1e-3
-    )
+    torch.testing.assert_close(result.mean("site"), x[split.train].flatten(0, 1).mean(0), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("k", [2, 5])
@@ -120,9 +115,7 @@ def test_by_position_and_by_class_accuracies_are_those_of_their_parts() -> None:
     key = next(iter(result.by_position))
     assert float(result.by_position[key][: T // 2].max()) < 0.6
     assert float(result.by_position[key][T // 2 :].min()) > 0.7
-    assert float(result.by_class[key].mean()) == pytest.approx(
-        result.row("site")["balanced_accuracy"], abs=1e-5
-    )
+    assert float(result.by_class[key].mean()) == pytest.approx(result.row("site")["balanced_accuracy"], abs=1e-5)
     assert float(result.by_sequence[key].mean()) == pytest.approx(result.accuracy("site"), abs=1e-5)
 
 
@@ -165,9 +158,7 @@ def test_codelength_falls_as_a_label_becomes_readable() -> None:
     strong_row, weak_row = result.row("strong"), result.row("weak")
     assert strong_row["codelength"] < 0.5 * weak_row["codelength"]
     assert strong_row["uniform_codelength"] == pytest.approx(N * T * np.log2(3))
-    assert strong_row["compression"] == pytest.approx(
-        strong_row["uniform_codelength"] / strong_row["codelength"]
-    )
+    assert strong_row["compression"] == pytest.approx(strong_row["uniform_codelength"] / strong_row["codelength"])
 
 
 def test_baselines_come_from_tokens_and_match_those_of_the_task() -> None:

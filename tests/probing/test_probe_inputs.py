@@ -118,15 +118,11 @@ def test_labels_at_all_positions_fit_activations_at_some() -> None:
     with pytest.raises(ShapeError, match="one label per position"):
         pl.probe(acts, y[:, :-1], batch.groups)
     single = pl.collect(model, batch, "resid_post", pos=-1)
-    assert pl.probe(single, y, batch.groups, n_boot=20).rows[0]["n_test"] == len(
-        split_by_group(batch.groups).test
-    )
+    assert pl.probe(single, y, batch.groups, n_boot=20).rows[0]["n_test"] == len(split_by_group(batch.groups).test)
 
 
 def test_sequences_that_agree_at_the_collected_positions_only_are_not_copies() -> None:
-    tokens = (
-        torch.randint(0, 2, (N, T), generator=torch.Generator().manual_seed(0)) + 2 * torch.arange(N)[:, None]
-    )
+    tokens = torch.randint(0, 2, (N, T), generator=torch.Generator().manual_seed(0)) + 2 * torch.arange(N)[:, None]
     tokens[:, 3] = 0
     x, y = planted()
     kw: dict[str, Any] = {"layers": {"s": 0}, "pos": torch.tensor([3])}
@@ -183,9 +179,7 @@ def test_the_codelength_is_that_of_whole_sequences() -> None:
     x, y = planted(1.0, n=80)
     groups = torch.arange(80) // 2
     result = pl.probe({"site": x}, y, groups, mdl=True, seed=3, n_boot=20)
-    want = online_codelength(
-        x.flatten(0, 1), y.flatten(), 3, groups=groups.repeat_interleave(T), seed=3, tol=1e-3
-    )
+    want = online_codelength(x.flatten(0, 1), y.flatten(), 3, groups=groups.repeat_interleave(T), seed=3, tol=1e-3)
     row = result.row("site")
     assert row["codelength"] == pytest.approx(want.bits, rel=1e-3)
     assert row["compression"] == pytest.approx(want.compression, rel=1e-3)
@@ -312,9 +306,7 @@ def test_a_label_of_numbers_is_scored_by_r2_beside_labels_of_classes() -> None:
     assert result.best("value")["site"] == site
     guess = x @ result.coef(site, "value")[0] + result.intercept(site, "value")
     split = split_by_group(torch.arange(N), seed=2)
-    error = (guess - value)[split.test].square().sum() / (
-        value[split.test] - value[split.test].mean()
-    ).square().sum()
+    error = (guess - value)[split.test].square().sum() / (value[split.test] - value[split.test].mean()).square().sum()
     assert row["r2"] == pytest.approx(1 - float(error), abs=1e-3)
 
 
@@ -466,9 +458,7 @@ def test_what_stands_in_padding_changes_no_split() -> None:
         pl.probe(x, y, mask=mask, tokens=tokens.where(mask, pad), n_boot=20).rows[0]
         for pad in (torch.tensor(0), torch.randint(0, 9, (120, 9), generator=g))
     ]
-    assert {k: rows[0][k] for k in ("accuracy", "n_test", "C")} == {
-        k: rows[1][k] for k in ("accuracy", "n_test", "C")
-    }
+    assert {k: rows[0][k] for k in ("accuracy", "n_test", "C")} == {k: rows[1][k] for k in ("accuracy", "n_test", "C")}
     same = real_tokens(tokens.where(mask, 0), mask)
     assert torch.equal(same, real_tokens(tokens.where(mask, 1), mask))
     assert not torch.equal(same, real_tokens(tokens.where(mask, 0), mask.logical_not()))

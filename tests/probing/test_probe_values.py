@@ -45,9 +45,7 @@ def test_r2_and_direction_are_those_of_scikit_learn() -> None:
     train, test = ((x[i].flatten(0, 1).numpy(), y[i].flatten().numpy()) for i in (split.train, split.test))
     scaler = StandardScaler().fit(train[0])
     theirs = Ridge(alpha=10.0).fit(scaler.transform(train[0]), train[1])
-    assert result.r2("site") == pytest.approx(
-        r2_score(test[1], theirs.predict(scaler.transform(test[0]))), abs=1e-5
-    )
+    assert result.r2("site") == pytest.approx(r2_score(test[1], theirs.predict(scaler.transform(test[0]))), abs=1e-5)
     error = mean_squared_error(test[1], theirs.predict(scaler.transform(test[0])))
     assert result.row("site")["mse"] == pytest.approx(error, rel=1e-4)
     np.testing.assert_allclose(result.coef("site")[0], theirs.coef_ / scaler.scale_, rtol=1e-3, atol=1e-6)

@@ -12,10 +12,7 @@ from probelens.probing.splits import copies_together, split_by_group
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    groups=st.lists(st.integers(0, 30), min_size=12, max_size=80),
-    seed=st.integers(0, 5),
-)
+@given(groups=st.lists(st.integers(0, 30), min_size=12, max_size=80), seed=st.integers(0, 5))
 def test_no_group_is_ever_on_two_sides(groups: list[int], seed: int) -> None:
     ids = torch.tensor([*groups, 31, 32, 33, 34, 35])  # five groups at least
     split = split_by_group(ids, seed=seed)

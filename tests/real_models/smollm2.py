@@ -102,10 +102,9 @@ def convert(gguf_file: Path, *, reorder: bool = True) -> tuple[LlamaForCausalLM,
                 weight = _halves_apart(weight, heads[part])
             name = f"model.layers.{layer}.{LAYER_PARTS[part]}.weight"
         else:
-            name = {
-                "token_embd.weight": "model.embed_tokens.weight",
-                "output_norm.weight": "model.norm.weight",
-            }[tensor.name]
+            name = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}[
+                tensor.name
+            ]
         state[name] = torch.tensor(weight)
     model = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state)
     return model.eval(), _tokenizer(about)
@@ -133,9 +132,7 @@ def _tokenizer(about: dict[str, Any]) -> PreTrainedTokenizerFast:
     )
     raw.decoder = decoders.ByteLevel()
     kinds = zip(tokens, about["tokenizer.ggml.token_type"], strict=True)
-    raw.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False) for t, kind in kinds if kind == SPECIAL]
-    )
+    raw.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, kind in kinds if kind == SPECIAL])
     return PreTrainedTokenizerFast(
         tokenizer_object=raw,
         bos_token=tokens[about["tokenizer.ggml.bos_token_id"]],

@@ -24,9 +24,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> fetch.Archive:
     with zipfile.ZipFile(wheel, "w") as file:
         file.writestr("tiny/data.txt", "seven")
         file.writestr("tiny-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
-        file.writestr(
-            "tiny-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
+        file.writestr("tiny-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         file.writestr("tiny-1.0.dist-info/RECORD", "")
     (wheel.parent / "index.html").write_text(f'<a href="{wheel.name}">{wheel.name}</a>', encoding="utf-8")
     use_index(monkeypatch, (tmp_path / "index").as_uri())

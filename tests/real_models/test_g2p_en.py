@@ -89,9 +89,7 @@ def test_wrapped_logits_are_the_modules_own_bit_for_bit(model: pl.HookedModel, m
     assert torch.equal(model(letters), module(letters))
 
 
-def test_gates_and_states_are_those_of_the_packages_formula(
-    model: pl.HookedModel, module: g2p_en.G2P
-) -> None:
+def test_gates_and_states_are_those_of_the_packages_formula(model: pl.HookedModel, module: g2p_en.G2P) -> None:
     weights = {name: torch.tensor(value) for name, value in g2p_en.read_weights().items()}
     _, cache = model.run_with_cache(module.encode(["phoneme"]))
     before = torch.zeros(1, 256)
@@ -140,9 +138,7 @@ def test_the_letters_embedding_is_the_letter(model: pl.HookedModel, module: g2p_
     torch.testing.assert_close(edited, model(module.encode(["bit"])))
 
 
-def test_one_direction_turns_a_into_i_in_words_it_was_not_made_from(
-    model: pl.HookedModel, module: g2p_en.G2P
-) -> None:
+def test_one_direction_turns_a_into_i_in_words_it_was_not_made_from(model: pl.HookedModel, module: g2p_en.G2P) -> None:
     frames = [(onset, coda) for onset in "bcdfghlmnprstvw" for coda in "bdgkmnpt"]
     with_a = [f"{onset}a{coda}" for onset, coda in frames]
     with_i = [f"{onset}i{coda}" for onset, coda in frames]
@@ -169,9 +165,7 @@ def test_one_direction_turns_a_into_i_in_words_it_was_not_made_from(
         assert share_saying_i(random / random.norm() * direction.norm()) < 0.05  # 0.0
 
 
-def test_a_module_that_runs_once_a_phoneme_is_hooked_each_time(
-    model: pl.HookedModel, module: g2p_en.G2P
-) -> None:
+def test_a_module_that_runs_once_a_phoneme_is_hooked_each_time(model: pl.HookedModel, module: g2p_en.G2P) -> None:
     states: list[Tensor] = []
     letters = module.encode(["bat"])
     logits = model.run_with_hooks(letters, [("decoder.hook_out", lambda state, hook: states.append(state))])

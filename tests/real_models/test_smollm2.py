@@ -145,9 +145,7 @@ def test_right_padding_leaves_the_prediction_alone(model: pl.HookedModel, capita
 # -- where the country is --------------------------------------------------------------------------
 
 
-def test_the_country_is_at_the_subject_up_to_layer_23_and_then_at_the_last_position(
-    capitals: Capitals,
-) -> None:
+def test_the_country_is_at_the_subject_up_to_layer_23_and_then_at_the_last_position(capitals: Capitals) -> None:
     def recoveries(pos: int) -> list[float]:
         return [capitals.recovery(f"blocks.{layer}.hook_resid_pre", layer, pos) for layer in range(30)]
 
@@ -174,15 +172,11 @@ def test_patch_agrees_with_hooks_set_by_hand(capitals: Capitals) -> None:
     result = pl.patch(model, pairs, sites=sites, pos=[SUBJECT, LAST], mode="denoise")
     assert float(result.clean) == pytest.approx(capitals.clean_gap, abs=1e-3)
     assert float(result.corrupted) == pytest.approx(capitals.corrupted_gap, abs=1e-3)
-    by_hand = [
-        [capitals.recovery(site, int(site.split(".")[1]), pos) for pos in (SUBJECT, LAST)] for site in sites
-    ]
+    by_hand = [[capitals.recovery(site, int(site.split(".")[1]), pos) for pos in (SUBJECT, LAST)] for site in sites]
     torch.testing.assert_close(result.recovery(), torch.tensor(by_hand), atol=1e-4, rtol=0)
     # The mirror: Italy's activation, put into the France run, takes away what it gave back before.
     mirror = pl.patch(model, pairs, sites=sites[:3], pos=[SUBJECT, LAST], mode="noise")
-    torch.testing.assert_close(
-        mirror.values[:, 0, 0], torch.full((3,), capitals.corrupted_gap), atol=1.0, rtol=0
-    )
+    torch.testing.assert_close(mirror.values[:, 0, 0], torch.full((3,), capitals.corrupted_gap), atol=1.0, rtol=0)
     torch.testing.assert_close(mirror.values[:, 1, 0], torch.full((3,), capitals.clean_gap), atol=1.0, rtol=0)
 
 
@@ -251,9 +245,7 @@ def test_a_patch_reaches_the_text_that_the_model_writes_and_leaves_with_the_hook
     model, italy = capitals.model, capitals.model.to_tokens(CORRUPTED)
 
     def write() -> str:
-        written = model.module.generate(
-            italy, attention_mask=torch.ones_like(italy), max_new_tokens=3, do_sample=False
-        )
+        written = model.module.generate(italy, attention_mask=torch.ones_like(italy), max_new_tokens=3, do_sample=False)
         return str(model.to_string(written[0, italy.shape[1] :]))
 
     def put(resid: Tensor, hook: pl.HookPoint) -> Tensor | None:

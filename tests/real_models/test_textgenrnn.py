@@ -126,9 +126,7 @@ def open_brackets(module: textgenrnn.TextLSTM) -> pl.PatchPairs:
     )
 
 
-def test_wrapped_logits_are_the_modules_own_bit_for_bit(
-    model: pl.HookedModel, module: textgenrnn.TextLSTM
-) -> None:
+def test_wrapped_logits_are_the_modules_own_bit_for_bit(model: pl.HookedModel, module: textgenrnn.TextLSTM) -> None:
     windows, _ = module.windows(TITLES[:2])
     assert torch.equal(model(windows), module(windows))
 
@@ -170,18 +168,14 @@ def test_the_open_bracket_is_kept_in_the_first_layers_cell_and_shown_only_when_i
     assert abs(recovery["blocks.0.rnn.hook_h"][0]) < 0.25  # 0.08: the output gate hides it
     assert recovery["blocks.0.rnn.hook_h"][1] > 0.85  # 0.93
     for state in "ch":
-        assert (
-            max(map(abs, recovery[f"blocks.1.rnn.hook_{state}"])) < 0.15
-        )  # 0.05: the second layer has no part
+        assert max(map(abs, recovery[f"blocks.1.rnn.hook_{state}"])) < 0.15  # 0.05: the second layer has no part
 
 
 def test_an_edit_of_the_cell_reaches_the_steps_after_it_and_an_edit_of_the_output_does_not(
     model: pl.HookedModel, open_brackets: pl.PatchPairs
 ) -> None:
     tokens = open_brackets.corrupted[:4]
-    _, source = model.run_with_cache(
-        open_brackets.clean[:4], ["blocks.0.rnn.hook_c", "blocks.0.hook_resid_post"]
-    )
+    _, source = model.run_with_cache(open_brackets.clean[:4], ["blocks.0.rnn.hook_c", "blocks.0.hook_resid_post"])
     _, before = model.run_with_cache(tokens, "blocks.0.hook_resid_post")
 
     def output_after(name: str) -> Tensor:
@@ -237,9 +231,7 @@ def test_layer_0_knows_whether_it_is_inside_far_above_the_baselines(
     assert row["compression"] > 4  # 72 and 7.7
 
 
-def test_the_labels_of_other_titles_can_not_be_read(
-    module: textgenrnn.TextLSTM, model: pl.HookedModel
-) -> None:
+def test_the_labels_of_other_titles_can_not_be_read(module: textgenrnn.TextLSTM, model: pl.HookedModel) -> None:
     # The control of the test above: labels with the same dependence on position, that aren't this title's.
     train, test = titles(module, "()", 300, seed=0), titles(module, "()", 150, seed=2)
     x, y = pl.collect(model, train, LAYER_0)[LAYER_0], pl.collect(model, test, LAYER_0)[LAYER_0]
@@ -303,9 +295,7 @@ def test_ablate_agrees_with_hooks_set_by_hand_and_finds_it_needed_though_a_refit
         return value
 
     probes = pl.probe(pl.collect(model, train, LAYER_0), train.labels, train.groups)
-    result = pl.ablate(
-        model, test, probes, metric=closing, controls=5, label="inside", kinds=("random", "pca")
-    )
+    result = pl.ablate(model, test, probes, metric=closing, controls=5, label="inside", kinds=("random", "pca"))
     (target,) = result.targets()
     subspace = pl.subspaces.from_probe(probes.coef(LAYER_0), probes.mean(LAYER_0))
     logits = model.run_with_hooks(test.tokens, [(LAYER_0, pl.edits.project(subspace))])

@@ -66,9 +66,7 @@ class TextLSTM(nn.Module):
         self.vocab = dict(vocab)
         self.characters = {i: c for c, i in self.vocab.items()}
         self.embedding = nn.Embedding(len(vocab) + 1, 100)
-        self.rnns = nn.ModuleList(
-            [nn.LSTM(100, HIDDEN, batch_first=True), nn.LSTM(HIDDEN, HIDDEN, batch_first=True)]
-        )
+        self.rnns = nn.ModuleList([nn.LSTM(100, HIDDEN, batch_first=True), nn.LSTM(HIDDEN, HIDDEN, batch_first=True)])
         self.attention = WindowAttention(100 + 2 * HIDDEN)
         self.head = nn.Linear(100 + 2 * HIDDEN, len(vocab) + 1)
 
@@ -140,9 +138,7 @@ def load(gates: str = "ifco", stored_as: str = "cudnn") -> TextLSTM:
     }
     order = [gates.index(gate) for gate in "ifco"]
     for layer, name in enumerate(("rnn_1", "rnn_2")):
-        kernel, recurrent, bias = (
-            weights[f"{name}/{part}"] for part in ("kernel", "recurrent_kernel", "bias")
-        )
+        kernel, recurrent, bias = (weights[f"{name}/{part}"] for part in ("kernel", "recurrent_kernel", "bias"))
         blocks = np.hsplit(kernel, 4), np.hsplit(recurrent, 4), bias.reshape(2, 4, HIDDEN)
         if stored_as == "cudnn":
             w_ih = [block.reshape(HIDDEN, -1) for block in blocks[0]]

@@ -88,9 +88,7 @@ def test_a_seed_that_did_not_learn_leaves_the_others_as_they_are() -> None:
     assert "LSTM (1 of 2 seeds learned) 100.0%" in str(found(rows + lost, claim).ours)
     cut = ablated("lstm", "parity", "direction", [0.5, 0.5, 0.5])
     idle = [{**row, "train_seed": 1} for row in ablated("lstm", "parity", "direction", [0.0, 0.0, 0.0])]
-    alone, after = (
-        found(rows + lost + cut + more, "6. Ablating the best probe direction") for more in ([], idle)
-    )
+    alone, after = (found(rows + lost + cut + more, "6. Ablating the best probe direction") for more in ([], idle))
     assert after == alone
     assert "LSTM Parity 50.0%" in str(after.ours)
     probed = [{**cell("lstm", "parity", seed=1), "kind": "probe", "control": "task", "span": "late", "label": "state",
@@ -115,9 +113,7 @@ def test_the_same_order_needs_both_tasks() -> None:
     again = [{**row, "task": "s3"} for row in rows]
     assert found(rows + again, "2. Order on S3").agrees is True
     other = (
-        behaviour("lstm", "s3", *FADING)
-        + behaviour("mamba", "s3", *PERFECT)
-        + behaviour("transformer", "s3", *FADING)
+        behaviour("lstm", "s3", *FADING) + behaviour("mamba", "s3", *PERFECT) + behaviour("transformer", "s3", *FADING)
     )
     assert found(rows + other, "2. Order on S3").agrees is False
 
@@ -228,14 +224,9 @@ def test_erasure_counts_layers_at_chance() -> None:
     rows = ablated("lstm", "parity", "leace", [0.4] * 4, refit=0.51)
     inlp = ablated("lstm", "parity", "inlp", [0.4] * 4, refit=0.6)
     claim = found(rows + inlp, "D.")
-    assert "LEACE: a fresh linear probe is at chance at 3 of 3 inner layers and 1 of 1 last layers" in str(
-        claim.ours
-    )
+    assert "LEACE: a fresh linear probe is at chance at 3 of 3 inner layers and 1 of 1 last layers" in str(claim.ours)
     assert "INLP: a fresh linear probe is at chance at 0 of 3 inner layers (at the others up to 0.10 above)" in str(claim.ours)  # fmt: skip
-    assert (
-        "LEACE: of 3 inner layers erased this way, a probe at each position still reads 3, an MLP 0"
-        in claim.note
-    )
+    assert "LEACE: of 3 inner layers erased this way, a probe at each position still reads 3, an MLP 0" in claim.note
     assert claim.agrees is False
     assert found(inlp, "D.").agrees is True, "reached nowhere, as in the paper"
 
@@ -335,11 +326,7 @@ def test_rows_of_one_kind_leave_every_other_claim_open() -> None:
 
 
 def test_seeds_are_averaged_with_an_interval_over_them() -> None:
-    rows = [
-        r
-        for seed, a in enumerate((1.0, 0.98, 1.0))
-        for r in behaviour("lstm", "parity", *(a,) * 5, seed=seed)
-    ]
+    rows = [r for seed, a in enumerate((1.0, 0.98, 1.0)) for r in behaviour("lstm", "parity", *(a,) * 5, seed=seed)]
     one = found(rows, "2. LSTM and GRU beat")
     assert one.ours == "not run"
     rows += behaviour("transformer", "dyck", *FADING) + [{**row, "task": "dyck"} for row in rows]
@@ -360,9 +347,7 @@ def test_perfect_is_said_of_each_seed() -> None:
 
 @pytest.mark.parametrize("name", ["behaviour", "ablations-parity", "refits-parity"])
 def test_figures_come_from_rows_alone(name: str) -> None:
-    rows = pd.DataFrame(
-        behaviour("lstm", "parity", *PERFECT) + ablated("lstm", "parity", "direction", [0.1, 0.2, 0.3])
-    )
+    rows = pd.DataFrame(behaviour("lstm", "parity", *PERFECT) + ablated("lstm", "parity", "direction", [0.1, 0.2, 0.3]))
     figure = FIGURES[name][0](rows)
     shown = [list(t.y) for t in figure.data if t.y is not None]
     wanted = {"behaviour": [1.0] * 5, "ablations-parity": [0.1, 0.2, 0.3], "refits-parity": [0.99] * 3}[name]
@@ -409,11 +394,7 @@ def test_what_is_published_can_be_published_again(tmp_path: Path) -> None:
         "cpu_seconds": 14.0,
     }
     rows = pd.DataFrame(
-        [
-            trained,
-            *behaviour("lstm", "parity", *PERFECT),
-            *ablated("lstm", "parity", "direction", [0.1, 0.2, 0.3]),
-        ]
+        [trained, *behaviour("lstm", "parity", *PERFECT), *ablated("lstm", "parity", "direction", [0.1, 0.2, 0.3])]
     )
     rows["cell"] = "0123"
     rows.to_parquet(tmp_path / "rows.parquet")
@@ -421,13 +402,7 @@ def test_what_is_published_can_be_published_again(tmp_path: Path) -> None:
     for source, n in (("rows.parquet", 1), ("small1.parquet", 2)):
         (tmp_path / f"{n}.md").write_text(page)
         publish.main(
-            [
-                str(tmp_path / source),
-                "--data",
-                str(tmp_path / f"small{n}.parquet"),
-                "--page",
-                str(tmp_path / f"{n}.md"),
-            ]
+            [str(tmp_path / source), "--data", str(tmp_path / f"small{n}.parquet"), "--page", str(tmp_path / f"{n}.md")]
         )
     text = (tmp_path / "1.md").read_text()
     assert text == (tmp_path / "2.md").read_text()
@@ -450,18 +425,12 @@ def test_runs_are_published_together_and_a_model_in_both_is_the_later_one(tmp_pa
     page.write_text("<!-- cells -->\n<!-- end cells -->\n")
     publish.main([str(tmp_path / f"{n}.parquet") for n in ("first", "second")] + ["--page", str(page)])
     said = [line.split(" | ")[:3] for line in page.read_text().splitlines() if "Parity" in line]
-    assert said == [
-        ["| Mamba Parity", "0", "900"],
-        ["| LSTM Parity", "0", "400"],
-        ["| GRU Parity", "0", "700"],
-    ]
+    assert said == [["| Mamba Parity", "0", "900"], ["| LSTM Parity", "0", "400"], ["| GRU Parity", "0", "700"]]
 
 
 def test_rows_that_are_not_there_or_of_another_recipe_are_refused(tmp_path: Path) -> None:
     pd.DataFrame({"kind": ["probe"], "arch": ["lstm"]}).to_parquet(tmp_path / "other.parquet")
-    with pytest.raises(
-        pl.StoreError, match=r"lacks the columns task, train_seed.*isn't a run of this recipe"
-    ):
+    with pytest.raises(pl.StoreError, match=r"lacks the columns task, train_seed.*isn't a run of this recipe"):
         publish.main([str(tmp_path / "other.parquet")])
     with pytest.raises(pl.StoreError, match=r"no rows at .*none\.parquet"):
         publish.main([str(tmp_path / "none.parquet")])
@@ -492,20 +461,14 @@ def test_a_model_is_judged_beyond_the_twentieth_position() -> None:
     rows = behaviour("lstm", "parity", *PERFECT) + behaviour("gru", "parity", 0.97, 0.8, 0.8, 0.8, 0.8)
     claim = "2. LSTM and GRU generalise perfectly on Parity"
     assert "(not learned)" not in str(found(rows, claim).ours)
-    late = [
-        {**row, "span": "late", "accuracy": 0.94}
-        for row in rows
-        if row["arch"] == "gru" and row["length"] == 40
-    ]
+    late = [{**row, "span": "late", "accuracy": 0.94} for row in rows if row["arch"] == "gru" and row["length"] == 40]
     assert "GRU (not learned) 80.0%" in str(found(rows + late, claim).ours)
     cut = ablated("gru", "parity", "direction", [0.5, 0.5, 0.5])
     assert found(rows + cut, "6. Ablating the best probe direction").agrees is True
     assert found(rows + late + cut, "6. Ablating the best probe direction").ours == "not run"
 
 
-def test_publishing_says_in_a_sentence_what_it_cannot_use(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_publishing_says_in_a_sentence_what_it_cannot_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     docs = Path(__file__).resolve().parents[2] / "docs"
     page = tmp_path / "page.md"
     page.write_text("no marks")

@@ -25,16 +25,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> formal.Config:
 
 def test_one_cell_gives_every_kind_of_row(done: formal.Config) -> None:
     rows = pd.read_parquet(Path(done.out) / "rows.parquet")
-    assert set(rows["kind"]) == {
-        "training",
-        "behaviour",
-        "probe",
-        "indices",
-        "ablation",
-        "dose",
-        "length",
-        "site",
-    }
+    assert set(rows["kind"]) == {"training", "behaviour", "probe", "indices", "ablation", "dose", "length", "site"}
     ablations = rows[rows["kind"] == "ablation"]
     assert set(ablations["what"]) == {"direction", "rows", "leace", "inlp"}
     for what, part in ablations.groupby("what"):
@@ -45,16 +36,12 @@ def test_one_cell_gives_every_kind_of_row(done: formal.Config) -> None:
     assert probes[probes["span"] == "all"][["selectivity", "compression"]].notna().all(axis=None)
     assert rows["task"].eq("parity").all(), "tables with a column of that name don't win over the cell's"
     (site,) = rows[rows["kind"] == "site"].to_dict("records")
-    assert "pairs is answered correctly by both runs" in site["problem"], (
-        "it has learned nothing, and the row says so"
-    )
+    assert "pairs is answered correctly by both runs" in site["problem"], "it has learned nothing, and the row says so"
     assert (Path(done.out) / "report.html").stat().st_size > 1e5
     assert pd.read_parquet(Path(done.out) / "claims.parquet")["claim"].str.startswith(("1.", "2.")).any()
 
 
-def test_what_was_measured_is_not_measured_again(
-    done: formal.Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_measured_is_not_measured_again(done: formal.Config, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(done.out)
     (key,) = store.keys()
     before = store.rows(key)
@@ -83,9 +70,7 @@ def test_a_run_may_get_more_seeds_but_no_other_length(done: formal.Config) -> No
     ("change", "said"),
     [({"archs": ("rnn",)}, "unknown 'rnn': allowed are transformer"), ({"tasks": ("S3",)}, "unknown 'S3'"), ({"seeds": ()}, "at least one")],
 )  # fmt: skip
-def test_what_the_grid_does_not_know_is_refused(
-    change: dict[str, tuple[str, ...]], said: str, tmp_path: Path
-) -> None:
+def test_what_the_grid_does_not_know_is_refused(change: dict[str, tuple[str, ...]], said: str, tmp_path: Path) -> None:
     with pytest.raises(pl.InputError, match=said):
         formal.run(dataclasses.replace(SMOKE, out=str(tmp_path / "run"), **change), progress=False)  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()

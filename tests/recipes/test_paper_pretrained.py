@@ -87,9 +87,7 @@ def tokenizer() -> Any:
 
 def test_an_interrupted_pretraining_goes_on_and_leaves_models_that_load(run: SimpleNamespace) -> None:
     assert run.status == (130, 0)
-    assert run.steps == [*range(1, 7), *range(1, 4), *range(4, 7)], (
-        "steps 4 to 6 of the second model follow its third"
-    )
+    assert run.steps == [*range(1, 7), *range(1, 4), *range(4, 7)], "steps 4 to 6 of the second model follow its third"
     rows = pd.read_parquet(run.folder / "rows.parquet")
     held = rows[rows["kind"] == "held_out"].set_index("arch")
     for arch, adapter in (("transformer", "hf-transformer"), ("mamba", "hf-mamba")):
@@ -111,11 +109,7 @@ def test_modules_that_are_kept_out_are_in_no_training_text(corpus: Path) -> None
     assert [held_out(name.removesuffix(".py")) for name in MODULES] == [False] * 5 + [True] * 3
     seen, unseen, made = pretrain.texts(str(corpus), 300, None)
     text, other = made.decode(seen), made.decode(unseen)
-    for phrase, kept in (
-        ("def add_argument(", False),
-        ("def formatmonth(", True),
-        ("def disassemble(", True),
-    ):
+    for phrase, kept in (("def add_argument(", False), ("def formatmonth(", True), ("def disassemble(", True)):
         assert (phrase in other, phrase in text) == (kept, not kept)
     assert text.count(END) == (seen == made.eos_token_id).sum() > 20
     with pytest.raises(pl.InputError, match="both parts are needed"):
@@ -162,9 +156,7 @@ def test_a_task_in_the_models_vocabulary_is_the_same_task(tokenizer: Any, name: 
         task.answers[i] for i in own.answers[:, 0].tolist()
     ]
     parts = task.splits({"a": 30, "b": 10}, length=12)
-    assert not {tuple(row) for row in parts["a"].tokens.tolist()} & {
-        tuple(row) for row in parts["b"].tokens.tolist()
-    }
+    assert not {tuple(row) for row in parts["a"].tokens.tolist()} & {tuple(row) for row in parts["b"].tokens.tolist()}
     fresh = task.sample(200, length=4, seed=0, exclude=task.sample(3, length=4, seed=9))
     assert len(fresh) == 200
 
@@ -193,16 +185,7 @@ def test_what_cannot_be_written_is_refused(tokenizer: Any) -> None:
 
 def test_a_pretrained_cell_gives_every_kind_of_row(run: SimpleNamespace, tmp_path: Path) -> None:
     places = ",".join(str(run.folder / "models" / arch) for arch in ("transformer", "mamba"))
-    words = [
-        "run",
-        "paper-pretrained",
-        "--preset",
-        "smoke",
-        "--model",
-        places,
-        "--out",
-        str(tmp_path / "run"),
-    ]
+    words = ["run", "paper-pretrained", "--preset", "smoke", "--model", places, "--out", str(tmp_path / "run")]
     assert main(words) == 0
     rows = pd.read_parquet(tmp_path / "run" / "rows.parquet")
     kinds = {"training", "behaviour", "probe", "probe_before", "indices", "ablation", "site"}
@@ -253,11 +236,7 @@ def test_a_cell_below_its_least_accuracy_is_probed_only(run: SimpleNamespace, tm
 def test_bf16_and_checkpointing_train_the_same_model_up_to_rounding(run: SimpleNamespace) -> None:
     losses: dict[str, list[float]] = {}
     for arch in ("transformer", "mamba"):
-        for name, options in (
-            ("plain", {}),
-            ("checkpointing", {"checkpointing": True}),
-            ("bf16", {"bf16": True}),
-        ):
+        for name, options in (("plain", {}), ("checkpointing", {"checkpointing": True}), ("bf16", {"bf16": True})):
             model = pl.load(run.folder / "models" / arch)
             task = InVocabulary(make_task("parity"), model.tokenizer)
             steps: list[float] = []
@@ -277,10 +256,7 @@ def test_bf16_and_checkpointing_train_the_same_model_up_to_rounding(run: SimpleN
 
 def test_a_folder_with_other_weights_is_another_cell(run: SimpleNamespace, tmp_path: Path) -> None:
     folder = run.folder / "models" / "transformer"
-    assert (
-        len({identity(str(folder)), identity(str(run.folder / "models" / "mamba")), identity("org/name")})
-        == 3
-    )
+    assert len({identity(str(folder)), identity(str(run.folder / "models" / "mamba")), identity("org/name")}) == 3
     moved = shutil.copytree(folder, tmp_path / "copy")
     assert identity(str(moved)) == identity(str(folder))
     assert identity("org/name") == ""
@@ -310,8 +286,7 @@ def test_claims_follow_their_rules() -> None:
         return {claim.claim.split()[0]: claim.agrees for claim in reversed(pretrained_report.claims(table))}
 
     as_in_the_paper = verdicts(
-        cell("pythia", "transformer", [0.0, 0.1, 0.8, 0.1, 0.2]),
-        cell("mamba", "mamba", [0.0, 0.0, 0.0, 0.0, 0.0]),
+        cell("pythia", "transformer", [0.0, 0.1, 0.8, 0.1, 0.2]), cell("mamba", "mamba", [0.0, 0.0, 0.0, 0.0, 0.0])
     )
     assert as_in_the_paper["8."] is True
     assert as_in_the_paper["9."] is None, "an interval that holds 0.2 % says nothing"
@@ -319,8 +294,7 @@ def test_claims_follow_their_rules() -> None:
     assert verdicts(cell("pythia", "transformer", [0.0, 0.1, 0.8, 0.1, 0.2]))["C."] is True
     assert as_in_the_paper["A."] is True
     other = verdicts(
-        cell("pythia", "transformer", [0.0, 0.1, 0.2, 0.1, 0.4]),
-        cell("mamba", "mamba", [0.0, 0.3, 0.0, 0.0, 0.5]),
+        cell("pythia", "transformer", [0.0, 0.1, 0.2, 0.1, 0.4]), cell("mamba", "mamba", [0.0, 0.3, 0.0, 0.0, 0.5])
     )
     assert other["8."] is False
     assert other["9."] is False
@@ -403,9 +377,7 @@ def test_balanced_accuracy_is_that_of_scikit_learns_probabilities_over_the_class
     odds = plain.predict_log_proba(parts[1][0]) - np.log(np.bincount(parts[0][1]) / len(parts[0][1]))
     expected = balanced_accuracy_score(parts[1][1], odds.argmax(1))
     assert float(own.balanced[0]) == pytest.approx(expected, abs=0.01)
-    assert found.row("a", "depth")["balanced_accuracy"] < expected - 0.05, (
-        "without the correction rare classes lose"
-    )
+    assert found.row("a", "depth")["balanced_accuracy"] < expected - 0.05, "without the correction rare classes lose"
     low, high = own.drawn.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64), 0)
     assert float(low) < expected < float(high) < float(low) + 0.2
 
@@ -426,9 +398,7 @@ def test_guesses_use_what_they_may_and_nothing_else() -> None:
 
 
 def test_sites_are_the_embedding_every_nth_block_and_the_last(run: SimpleNamespace) -> None:
-    model = pl.wrap(
-        pl.models.build(pl.models.FormalConfig("gru", d_vocab=5, n_layers=7, d_model=8, hidden_size=8))
-    )
+    model = pl.wrap(pl.models.build(pl.models.FormalConfig("gru", d_vocab=5, n_layers=7, d_model=8, hidden_size=8)))
     layers = [int(site.split(".")[1]) for site in code_depth.chosen(model, 3)[1:]]
     assert layers == [2, 5, 6]
     assert code_depth.chosen(model, 1)[1:] == [f"blocks.{i}.hook_resid_post" for i in range(7)]

@@ -57,10 +57,7 @@ def test_copies_in_two_components_hide_each_other_until_both_are_removed(cases: 
 
 def test_the_mlp_of_the_refit_reads_what_no_linear_probe_does(cases: dict[str, Case]) -> None:
     got = cases["exclusive"].numbers
-    assert (
-        max(got["probe_accuracy"], got["refit_accuracy"], got["refit_position_accuracy"])
-        < got["baseline"] + 0.02
-    )
+    assert max(got["probe_accuracy"], got["refit_accuracy"], got["refit_position_accuracy"]) < got["baseline"] + 0.02
     assert got["drop"] < 0.02
     assert got["refit_mlp_accuracy"] > 0.95
     assert got["resampled_drop"] > 0.4
@@ -68,9 +65,7 @@ def test_the_mlp_of_the_refit_reads_what_no_linear_probe_does(cases: dict[str, C
 
 def test_the_probe_at_each_position_reads_what_pooled_ones_do_not(cases: dict[str, Case]) -> None:
     got = cases["flipping"].numbers
-    assert (
-        max(got["probe_accuracy"], got["refit_accuracy"], got["refit_mlp_accuracy"]) < got["baseline"] + 0.02
-    )
+    assert max(got["probe_accuracy"], got["refit_accuracy"], got["refit_mlp_accuracy"]) < got["baseline"] + 0.02
     assert got["drop"] < 0.02
     assert got["by_position"] > 0.99
     assert got["refit_position_accuracy"] > 0.99

@@ -60,26 +60,19 @@ def test_an_interrupted_run_keeps_what_is_finished_and_goes_on(story: SimpleName
     assert story.trained == ["lstm", "transformer", "transformer"], "the finished model is not trained again"
     done = [name for name in story.after_first if name.endswith("rows.parquet")]
     assert len(done) == 1
-    assert all(
-        story.after_second[name] == at for name, at in story.after_first.items() if name.startswith("cells")
-    )
+    assert all(story.after_second[name] == at for name, at in story.after_first.items() if name.startswith("cells"))
 
 
 def test_a_second_run_finds_the_finished_models(story: SimpleNamespace) -> None:
     cells = {name: at for name, at in story.after_second.items() if name.startswith("cells")}
     assert {name: story.after_third[name] for name in cells} == cells
-    assert story.after_third["report.html"] > story.after_second["report.html"], (
-        "only the report is written again"
-    )
+    assert story.after_third["report.html"] > story.after_second["report.html"], "only the report is written again"
 
 
 def test_an_interrupted_run_can_be_reported(story: SimpleNamespace) -> None:
     assert story.partial == 0
     assert "the LSTM" in story.partial_page
-    assert (
-        "Transformer"
-        not in re.sub(r"<script.*?</script>", "", story.partial_page, flags=re.S).split("<main")[-1]
-    )
+    assert "Transformer" not in re.sub(r"<script.*?</script>", "", story.partial_page, flags=re.S).split("<main")[-1]
 
 
 def test_the_run_folder_is_complete(story: SimpleNamespace) -> None:
@@ -90,13 +83,7 @@ def test_the_run_folder_is_complete(story: SimpleNamespace) -> None:
     assert sorted(record.cells) == store.keys()
     for key in record.cells:
         files = {p.name for p in store.cell(key).iterdir()}
-        wanted = {
-            "config.json",
-            "rows.parquet",
-            "model.safetensors",
-            "profile.safetensors",
-            "behaviour.safetensors",
-        }
+        wanted = {"config.json", "rows.parquet", "model.safetensors", "profile.safetensors", "behaviour.safetensors"}
         assert wanted | {"training.safetensors", "train.safetensors"} <= files
         assert not [name for name in files if name.endswith(".part") or name == "error.txt"]
         model = pl.load(store.cell(key))
@@ -172,9 +159,7 @@ def test_a_run_folder_that_cannot_be_written_is_an_error_before_any_training(
 ) -> None:
     monkeypatch.setattr(quickstart, "run_cell", lambda *a: pytest.fail("trained"))
     (tmp_path / "file").write_text("mine")
-    out = {"a file": tmp_path / "file", "below a file": tmp_path / "file" / "run"}.get(
-        place, Path("/proc/run")
-    )
+    out = {"a file": tmp_path / "file", "below a file": tmp_path / "file" / "run"}.get(place, Path("/proc/run"))
     with pytest.raises(pl.StoreError):
         quickstart.run(quickstart.Config(out=str(out), workers=1), progress=False)
     assert main([*WORDS, "--out", str(out)]) == 2

@@ -27,11 +27,7 @@ TRAINING: dict[str, Any] = {
 def plain(value: Any) -> Any:
     """A value as JSON can keep it; a tensor is its dtype, its shape and its numbers."""
     if isinstance(value, Tensor):
-        return {
-            "dtype": str(value.dtype),
-            "shape": list(value.shape),
-            "values": plain(value.flatten().tolist()),
-        }
+        return {"dtype": str(value.dtype), "shape": list(value.shape), "values": plain(value.flatten().tolist())}
     if dataclasses.is_dataclass(value):
         fields = {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {"class": type(value).__name__, "fields": fields}
@@ -74,9 +70,7 @@ def main(folder: Path) -> None:
     cell = {"arch": "gru", "seed": 3, "lengths": [4, 6]}
     key = cell_key(cell, "0.1.0.dev0")
     Store(folder / "run").write(key, cell, rows)
-    RunRecord("quickstart", {"seed": 1, "archs": ["gru"]}, [key], {"probelens": pl.__version__}).save(
-        folder / "run"
-    )
+    RunRecord("quickstart", {"seed": 1, "archs": ["gru"]}, [key], {"probelens": pl.__version__}).save(folder / "run")
     (folder / "run.json").write_text(json.dumps({"key": key, "config": cell, "rows": rows}))
     profile = folder / "profile"
     command = [
@@ -104,14 +98,7 @@ def results(model: Any, task: Any, training: Any) -> dict[str, Any]:
     site = acts.names[-1]
     x, y = acts[site][batch.mask], batch.labels["state"][batch.mask]
     numbers = torch.rand(12, 6, generator=torch.Generator().manual_seed(0))
-    options: dict[str, Any] = {
-        "length": 6,
-        "n_probe": 20,
-        "n_ablate": 6,
-        "n_pairs": 4,
-        "controls": 1,
-        "mlp": False,
-    }
+    options: dict[str, Any] = {"length": 6, "n_probe": 20, "n_ablate": 6, "n_pairs": 4, "controls": 1, "mlp": False}
     profile = pl.profile(model, task, control_task=True, mdl=True, untrained=pl.wrap(pl.models.build(
         pl.models.FormalConfig.for_task("gru", task, n_layers=2, d_model=4, hidden_size=4))), **options)  # fmt: skip
     parts = task.splits({"fit": 20, "held": 10}, length=6)

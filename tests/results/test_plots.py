@@ -61,10 +61,7 @@ def ablation_rows(draws: int = 20, refit: bool = True) -> list[dict[str, Any]]:
         if refit:
             row |= {"probe_accuracy": 0.9, "refit_accuracy": 0.6, "baseline": 0.4, "verdict": "inconclusive"}
         rows.append(row)
-        rows += [
-            {"layer": layer, "condition": "random", "draw": d, "drop": rng.normal(0, 0.01)}
-            for d in range(draws)
-        ]
+        rows += [{"layer": layer, "condition": "random", "draw": d, "drop": rng.normal(0, 0.01)} for d in range(draws)]
     return rows
 
 
@@ -244,9 +241,7 @@ def test_order_of_the_rows_does_not_matter() -> None:
     random.Random(1).shuffle(shuffled)
     assert shuffled != rows
     a, b = (plots.layer_profile(r) for r in (rows, shuffled))
-    assert [(t.name, t.x, t.y, t.hovertext) for t in a.data] == [
-        (t.name, t.x, t.y, t.hovertext) for t in b.data
-    ]
+    assert [(t.name, t.x, t.y, t.hovertext) for t in a.data] == [(t.name, t.x, t.y, t.hovertext) for t in b.data]
 
 
 def test_missing_values_leave_a_gap_in_line_and_band() -> None:
@@ -276,9 +271,7 @@ def test_frames_lists_and_results_give_the_same_figure() -> None:
             return pd.DataFrame(self.rows)
 
     rows = profile_rows()
-    figs = [
-        plots.layer_profile(r, color="model", facet="label") for r in (rows, pd.DataFrame(rows), Some(rows))
-    ]
+    figs = [plots.layer_profile(r, color="model", facet="label") for r in (rows, pd.DataFrame(rows), Some(rows))]
     assert figs[0] == figs[1] == figs[2]
     assert figs[0] != plots.layer_profile(rows[:10], color="model", facet="label")
 
@@ -292,9 +285,7 @@ def test_length_curve_marks_the_training_length_in_each_panel() -> None:
 
 
 def test_training_curve_has_a_panel_per_quantity_with_its_unit() -> None:
-    rows = [
-        {"step": s, "loss": 1 / s, "accuracy": 0.5 if s > 1 else None, "model": "GRU"} for s in (1, 10, 100)
-    ]
+    rows = [{"step": s, "loss": 1 / s, "accuracy": 0.5 if s > 1 else None, "model": "GRU"} for s in (1, 10, 100)]
     fig = plots.training_curve(rows, color="model", target=0.99)
     assert (fig.layout.yaxis.title.text, fig.layout.yaxis2.title.text) == ("loss (nats)", "accuracy (%)")
     assert [list(t.x) for t in fig.data] == [[1, 10, 100], [10, 100]]
@@ -322,11 +313,7 @@ def test_ablation_shows_drops_in_points_beside_the_range_of_all_draws() -> None:
 
 def test_refitted_probe_stands_beside_the_probe_before_and_the_baseline() -> None:
     fig = plots.ablation(ablation_rows())
-    for name, value in (
-        ("probe before ablation", 0.9),
-        ("probe refitted after ablation", 0.6),
-        ("baseline", 0.4),
-    ):
+    for name, value in (("probe before ablation", 0.9), ("probe refitted after ablation", 0.6), ("baseline", 0.4)):
         assert list(named(fig, name).y) == [value] * 5
         assert named(fig, name).yaxis == "y2"
         assert named(fig, name).legend == "legend2"
@@ -377,16 +364,11 @@ def test_map_is_centred_at_the_corrupted_run_and_names_the_clean_one() -> None:
     assert (axis.cmid, axis.cmin, axis.cmax) == (0, -1, 1)
     assert dict(zip(axis.colorbar.tickvals, axis.colorbar.ticktext))[1] == "1 clean run"
     assert dict(zip(axis.colorbar.tickvals, axis.colorbar.ticktext))[0] == "0 corrupted run"
-    assert [list(line) for line in fig.data[0].z] == [
-        [0.0, 0.5, pytest.approx(-0.2)],
-        [None, 1.0, pytest.approx(0.1)],
-    ]
+    assert [list(line) for line in fig.data[0].z] == [[0.0, 0.5, pytest.approx(-0.2)], [None, 1.0, pytest.approx(0.1)]]
     assert "not measured" in fig.data[0].hovertext[1][0]
     scale = [color for _, color in fig.layout.template.layout.coloraxis.colorscale]
     middle = scale[len(scale) // 2]
-    assert (
-        contrast(middle, "#ffffff") < 1.2 < 3 < min(contrast(scale[0], middle), contrast(scale[-1], middle))
-    )
+    assert contrast(middle, "#ffffff") < 1.2 < 3 < min(contrast(scale[0], middle), contrast(scale[-1], middle))
 
 
 def test_noising_maps_name_the_runs_the_other_way_round() -> None:
@@ -409,11 +391,7 @@ def test_an_outlier_does_not_wash_out_the_map_and_keeps_its_value() -> None:
     ("sites", "labels", "axis"),
     [
         (["hook_embed", "blocks.0.hook_resid_post"], ("embed", "0"), "layer (residual after block)"),
-        (
-            ["blocks.0.hook_resid_pre", "blocks.1.hook_resid_pre"],
-            ("embed", "0"),
-            "layer (residual after block)",
-        ),
+        (["blocks.0.hook_resid_pre", "blocks.1.hook_resid_pre"], ("embed", "0"), "layer (residual after block)"),
         (["blocks.0.hook_mixer_out", "blocks.1.hook_mixer_out"], ("0", "1"), "block (mixer_out)"),
         ([-1, 0], ("embed", "0"), "layer (residual after block)"),
         (["blocks.0.hook_resid_pre", "blocks.0.hook_mlp_out"], ("resid_pre 0", "mlp_out 0"), "patched at"),
@@ -437,25 +415,15 @@ def test_tokens_and_marks_are_shown() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        (
-            {"values": [[0.0]], "sites": [0], "positions": [0, 1]},
-            ShapeError,
-            r"\(1, 2\); it has shape \(1, 1\)",
-        ),
+        ({"values": [[0.0]], "sites": [0], "positions": [0, 1]}, ShapeError, r"\(1, 2\); it has shape \(1, 1\)"),
         ({"values": [0.0], "sites": [0], "positions": [0]}, ShapeError, r"shape \(1,\)"),
         ({"values": [[0.0]], "sites": [0], "positions": [0], "lo": [0.0]}, ShapeError, "needs lo of shape"),
-        (
-            {"values": [[0.0]], "sites": [0], "positions": [0], "tokens": ["a", "b"]},
-            ShapeError,
-            "2 tokens for 1",
-        ),
+        ({"values": [[0.0]], "sites": [0], "positions": [0], "tokens": ["a", "b"]}, ShapeError, "2 tokens for 1"),
         ({"values": [[float("nan")]], "sites": [0], "positions": [0]}, InputError, "no finite value"),
         ({"values": [], "sites": [], "positions": []}, InputError, "no site or no position"),
     ],
 )
-def test_maps_of_the_wrong_shape_are_refused(
-    kwargs: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_maps_of_the_wrong_shape_are_refused(kwargs: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         plots.patch_heatmap(**kwargs)
 
@@ -466,9 +434,7 @@ def test_maps_of_the_wrong_shape_are_refused(
 def hostile_figures(name: str, other: str) -> list[go.Figure]:
     profile = [{"layer": 0, "accuracy": 0.5, "untrained": 0.1, name or "c": name, other or "f": other}]
     profile.append({**profile[0], "layer": 1, "untrained": 0.2})
-    abl = [
-        {**row, "condition": name if row["condition"] == "target" else "random"} for row in ablation_rows(3)
-    ]
+    abl = [{**row, "condition": name if row["condition"] == "target" else "random"} for row in ablation_rows(3)]
     for row in abl:
         row["verdict"] = other
     return [

@@ -56,9 +56,7 @@ def ablation(metric: str = "accuracy") -> go.Figure:
     for at in (-1, 0, 1, 2, 3):
         rows.append({"layer": at, "condition": "target", "drop": 0.1 + 0.1 * at, "probe_accuracy": 0.9,
                      "refit_accuracy": 0.7, "refit_mlp_accuracy": 0.8, "baseline": 0.3})  # fmt: skip
-        rows += [
-            {"layer": at, "condition": "random", "draw": d, "drop": rng.normal(0, 0.02)} for d in range(20)
-        ]
+        rows += [{"layer": at, "condition": "random", "draw": d, "drop": rng.normal(0, 0.02)} for d in range(20)]
     return plots.ablation(rows, metric=metric)
 
 
@@ -69,10 +67,7 @@ def heatmap(names: tuple[Any, ...] = (-1, 0, 1, 2, 3)) -> go.Figure:
 
 def sample(text: str = "Dyck depth", name: str = "LSTM") -> dict[str, Any]:
     """A report of every part, with ``text`` and ``name`` wherever a caller's string can go."""
-    rows = [
-        {"model": name, "value": 0.1, text or "c": text},
-        {"model": "b", "value": float("nan"), "more": math.inf},
-    ]
+    rows = [{"model": name, "value": 0.1, text or "c": text}, {"model": "b", "value": float("nan"), "more": math.inf}]
     return {
         "title": f"Where is {text}?",
         "lead": f"About {text}.\n\nSecond paragraph.",
@@ -82,25 +77,14 @@ def sample(text: str = "Dyck depth", name: str = "LSTM") -> dict[str, Any]:
             Section(
                 f"Reading {text}",
                 f"Text {text}",
-                [
-                    Chart(profile((name, "other")), f"Profile of {text}"),
-                    Chart(ablation(text), text, alt=text),
-                ],
+                [Chart(profile((name, "other")), f"Profile of {text}"), Chart(ablation(text), text, alt=text)],
                 [Table(f"Rows of {text}", rows)],
                 f"Note {text}",
                 ["probe", "baselines"],
             ),
-            Section(
-                "Patching",
-                charts=[Chart(heatmap((name, "x")), "Map", name=text)],
-                explain=["probe", "patching"],
-            ),
+            Section("Patching", charts=[Chart(heatmap((name, "x")), "Map", name=text)], explain=["probe", "patching"]),
         ],
-        "paper": [
-            Claim(text, text, 0.5, (0.4, 0.6), True, text),
-            Claim("b", 0.81, 0.5, "", False),
-            Claim("c", 1, 2),
-        ],
+        "paper": [Claim(text, text, 0.5, (0.4, 0.6), True, text), Claim("b", 0.81, 0.5, "", False), Claim("c", 1, 2)],
         "config": {"task": {text: text, "length": 40}},
         "versions": {text: text},
         "reproduce": [f"probelens run quickstart {text}"],
@@ -168,12 +152,7 @@ def test_the_page_says_everything_it_was_given(page: Page) -> None:
     text = page.text()
     given = ["Where is Dyck depth?", "Second paragraph.", "Found Dyck depth.", "0, 1", "Note Dyck depth"]
     given += ["probelens run quickstart Dyck depth", "task.length", "[0.4, 0.6]"]
-    given += [
-        "\u2713 yes",
-        "\u2717 no",
-        "? undetermined",
-        *(TERMS[key][1][:50] for key in ("probe", "patching")),
-    ]
+    given += ["\u2713 yes", "\u2717 no", "? undetermined", *(TERMS[key][1][:50] for key in ("probe", "patching"))]
     for part in given:
         assert part in text, part
     contents = list(re.findall(r'<li><a href="#s\d+">([^<]+)</a>', render_report(**sample())))
@@ -268,9 +247,7 @@ def test_embedded_data_keeps_hostile_text_exactly() -> None:
 
 def test_links_and_styles_in_figures_are_neutralised_and_formatting_is_kept() -> None:
     figure = go.Figure(go.Scatter(y=[1], name="<a href='https://example.org'>x</a><b>b</b><br>"))
-    figure.update_layout(
-        title_text="<span style='background:url(https://example.org)'>t</span> <i>i</i> 1 < 2"
-    )
+    figure.update_layout(title_text="<span style='background:url(https://example.org)'>t</span> <i>i</i> 1 < 2")
     page = Page(render_report(title="t", lead="l", sections=[Section("s", charts=[Chart(figure, "c")])]))
     spec = page.data("figure-1")
     assert spec["data"][0]["name"] == "&lt;a href='https://example.org'>x&lt;/a><b>b</b><br>"
@@ -283,10 +260,7 @@ def test_links_and_styles_in_figures_are_neutralised_and_formatting_is_kept() ->
     [
         (go.Figure(go.Scattermap(lat=[0], lon=[0])), "scattermap"),
         (go.Figure(go.Choropleth(locations=["FRA"], z=[1])), "choropleth"),
-        (
-            go.Figure(layout={"images": [{"source": "https://example.org/a.png"}]}),
-            "https://example.org/a.png",
-        ),
+        (go.Figure(layout={"images": [{"source": "https://example.org/a.png"}]}), "https://example.org/a.png"),
         ("not a figure", "needs a plotly Figure; it got a str"),
     ],
 )
@@ -313,19 +287,14 @@ def test_tables_show_the_first_rows_and_embed_all() -> None:
 
 
 def test_missing_values_of_every_kind_are_empty_cells() -> None:
-    frame = pd.DataFrame(
-        {"a": pd.array([1, None], dtype="Int64"), "b": [None, "x"], "c": [float("nan"), 2.5]}
-    )
+    frame = pd.DataFrame({"a": pd.array([1, None], dtype="Int64"), "b": [None, "x"], "c": [float("nan"), 2.5]})
     page = Page(render_report(title="t", lead="l", sections=[Section("s", tables=[Table("T", frame)])]))
     assert page.data("table-1")["rows"] == [[1, None, None], [None, "x", 2.5]]
 
 
 def test_a_figure_without_rows_gives_its_points() -> None:
     figure = go.Figure(
-        [
-            go.Scatter(x=np.array([1.0, 2.0]), y=np.array([3, 4]), name="a"),
-            go.Heatmap(z=[[1, 2], [3, 4]], x=["p", "q"]),
-        ]
+        [go.Scatter(x=np.array([1.0, 2.0]), y=np.array([3, 4]), name="a"), go.Heatmap(z=[[1, 2], [3, 4]], x=["p", "q"])]
     )
     page = Page(render_report(title="t", lead="l", sections=[Section("s", charts=[Chart(figure, "c")])]))
     assert page.data("rows-1") == {
@@ -346,8 +315,7 @@ def test_rows_given_with_a_chart_replace_those_it_carries() -> None:
 
 def test_same_input_gives_the_same_bytes_in_another_process(tmp_path: Path) -> None:
     code = (
-        "import sys; sys.path[:0] = [sys.argv[1]]; "
-        "import test_report as t; t.write_report(sys.argv[2], **t.sample())"
+        "import sys; sys.path[:0] = [sys.argv[1]]; import test_report as t; t.write_report(sys.argv[2], **t.sample())"
     )
     env = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     file = tmp_path / "report.html"

@@ -60,9 +60,7 @@ def browser() -> Iterator[Any]:
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if chromium is None:
         pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
-    api = pytest.importorskip(
-        "playwright.sync_api", reason="playwright, which drives Chromium, isn't installed"
-    )
+    api = pytest.importorskip("playwright.sync_api", reason="playwright, which drives Chromium, isn't installed")
     with api.sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
         yield started
@@ -89,9 +87,7 @@ def test_the_page_draws_its_figures_silently_and_asks_for_nothing(visit: Visit) 
     assert visit.outside() == []
 
 
-def test_the_browser_check_would_notice_a_request_and_an_error(
-    browser: Any, path: Path, tmp_path: Path
-) -> None:
+def test_the_browser_check_would_notice_a_request_and_an_error(browser: Any, path: Path, tmp_path: Path) -> None:
     source = path.read_text(encoding="utf-8")
     # Without its policy, and with what a careless report would hold.
     source = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", source)
@@ -175,21 +171,11 @@ def test_every_control_is_reached_by_keyboard_and_details_open(visit: Visit) -> 
     for _ in range(3 * wanted):
         tab.keyboard.press("Tab")
         reached.add(
-            tab.evaluate(
-                "document.activeElement.getAttribute('aria-label') || document.activeElement.textContent"
-            )
+            tab.evaluate("document.activeElement.getAttribute('aria-label') || document.activeElement.textContent")
         )
-        if (
-            tab.evaluate("document.activeElement.tagName") == "SUMMARY"
-            and not tab.locator("details[open]").count()
-        ):
+        if tab.evaluate("document.activeElement.tagName") == "SUMMARY" and not tab.locator("details[open]").count():
             tab.keyboard.press("Enter")
-    for label in (
-        "CSV: save the data of figure 3",
-        "PNG: save a picture of figure 1",
-        "Copy",
-        "Reading Dyck depth",
-    ):
+    for label in ("CSV: save the data of figure 3", "PNG: save a picture of figure 1", "Copy", "Reading Dyck depth"):
         assert label in reached
     assert tab.locator("details[open] table:visible").count() == 1
 
@@ -211,12 +197,7 @@ def test_a_phone_shows_the_page_without_sideways_scrolling_or_clipped_text(
     long["sections"] = [*long["sections"], Section("Map", charts=[Chart(heatmap(), "Map")])]
     file = write_report(tmp_path / "report.html", **long)
     opened = Visit(
-        browser,
-        file,
-        viewport={"width": 360, "height": 740},
-        color_scheme=scheme,
-        is_mobile=True,
-        has_touch=True,
+        browser, file, viewport={"width": 360, "height": 740}, color_scheme=scheme, is_mobile=True, has_touch=True
     )
     opened.tab.locator("summary").evaluate_all("all => all.forEach(s => s.parentElement.open = true)")
     assert opened.tab.evaluate("document.documentElement.scrollWidth") == 360

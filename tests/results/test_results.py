@@ -35,14 +35,7 @@ from probelens.results.result import Result
 from probelens.subspaces.leace import Eraser
 
 SHORT = pl.training.TrainConfig(
-    steps=300,
-    batch_size=32,
-    lr=5e-3,
-    warmup=10,
-    decay_steps=20,
-    length=10,
-    eval_sequences=64,
-    target_accuracy=None,
+    steps=300, batch_size=32, lr=5e-3, warmup=10, decay_steps=20, length=10, eval_sequences=64, target_accuracy=None
 )
 
 
@@ -54,9 +47,7 @@ class Made:
         self.task = pl.tasks.Parity(bos=True)
         config = pl.models.FormalConfig.for_task("gru", self.task, n_layers=2, d_model=8, hidden_size=12)
         self.model = pl.wrap(pl.models.build(config))
-        self.training = pl.training.train(
-            self.model, self.task, config=SHORT, checkpoint_dir=folder, progress=False
-        )
+        self.training = pl.training.train(self.model, self.task, config=SHORT, checkpoint_dir=folder, progress=False)
         options: dict[str, Any] = {"length": 10, "n_probe": 40, "n_ablate": 16, "n_pairs": 24, "controls": 2}
         self.profile = pl.profile(self.model, self.task, mlp=False, **options)
         self.batch = self.task.sample(12, length=10)
@@ -72,18 +63,14 @@ class Made:
         return self.profile.ablations["state"]
 
     def _Eraser(self) -> Result:
-        return pl.leace(
-            self.acts[self.acts.names[-1]][self.batch.mask], self.batch.labels["state"][self.batch.mask]
-        )
+        return pl.leace(self.acts[self.acts.names[-1]][self.batch.mask], self.batch.labels["state"][self.batch.mask])
 
     def _ErasureResult(self) -> Result:
         from probelens.ablation.erase import erase
 
         parts = self.task.splits({"fit": 60, "held": 30}, length=10)
         site = ["blocks.1.hook_resid_post"]
-        return erase(
-            self.model, parts["fit"], parts["held"], label="state", sites=site, controls=2, mlp=False
-        )
+        return erase(self.model, parts["fit"], parts["held"], label="state", sites=site, controls=2, mlp=False)
 
     def _EvalResult(self) -> Result:
         return pl.training.evaluate(self.model, self.task, (10, 14), n=8, trained_length=10)
@@ -96,9 +83,7 @@ class Made:
         return inlp(x, self.batch.labels["state"], groups, mask=self.batch.mask, max_rank=2)
 
     def _Interval(self) -> Result:
-        return hierarchical_bootstrap(
-            torch.rand(2, 6, generator=torch.Generator().manual_seed(0)), n_draws=50
-        )
+        return hierarchical_bootstrap(torch.rand(2, 6, generator=torch.Generator().manual_seed(0)), n_draws=50)
 
     def _PatchResult(self) -> Result:
         return self.profile.patches["state"]
@@ -216,9 +201,7 @@ def invented(hint: Any, made: Made) -> Any:
 def test_every_other_class_of_result_comes_back_too(made: Made, tmp_path: Path) -> None:
     # Classes without an instance in Made get values of the types that their fields declare.
     others = [
-        c
-        for c in set(subclasses(Result))
-        if c.__name__ in library_results() and not hasattr(Made, f"_{c.__name__}")
+        c for c in set(subclasses(Result)) if c.__name__ in library_results() and not hasattr(Made, f"_{c.__name__}")
     ]
     for cls in others:
         hints = typing.get_type_hints(cls)
@@ -241,11 +224,7 @@ def test_every_result_comes_back_as_it_was(made: Made, tmp_path: Path, name: str
 
 
 SCALARS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(2**63), 2**63 - 1),
-    st.floats(allow_nan=True),
-    st.text(max_size=12),
+    st.none(), st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=True), st.text(max_size=12)
 )
 DATA = st.recursive(
     SCALARS,
@@ -301,9 +280,7 @@ def interval() -> Interval:
     return hierarchical_bootstrap(values, n_draws=20)
 
 
-def forged(
-    path: Path, change: Callable[[dict[str, Any]], Any], tensors: dict[str, Tensor] | None = None
-) -> Path:
+def forged(path: Path, change: Callable[[dict[str, Any]], Any], tensors: dict[str, Tensor] | None = None) -> Path:
     """The file of an Interval with another JSON header or other tensors."""
     from safetensors import safe_open
 
@@ -385,9 +362,7 @@ BAD_HEADERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("what", BAD_HEADERS)
-def test_hostile_headers_are_errors_and_run_nothing(
-    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hostile_headers_are_errors_and_run_nothing(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
     monkeypatch.setattr(os, "system", ran.append)
     monkeypatch.setattr("subprocess.Popen", lambda *a, **k: ran.append(a))
@@ -489,9 +464,7 @@ def test_damaged_checkpoints_of_models_are_errors(tmp_path: Path, fault: str) ->
     from safetensors import safe_open
 
     task = pl.tasks.Parity()
-    model = pl.models.build(
-        pl.models.FormalConfig.for_task("gru", task, n_layers=1, d_model=8, hidden_size=8)
-    )
+    model = pl.models.build(pl.models.FormalConfig.for_task("gru", task, n_layers=1, d_model=8, hidden_size=8))
     path = pl.models.save(model, tmp_path / "model.safetensors")
     with safe_open(path, framework="pt") as file:
         about, weights = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
@@ -526,9 +499,7 @@ def full_disk(*args: Any, **kw: Any) -> Any:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize(
-    "moment", ["os.fsync", "os.replace", "tempfile.mkstemp", "safetensors.torch.save_file"]
-)
+@pytest.mark.parametrize("moment", ["os.fsync", "os.replace", "tempfile.mkstemp", "safetensors.torch.save_file"])
 def test_a_full_disk_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -541,9 +512,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(
     assert [p.name for p in tmp_path.iterdir()] == ["r"]
 
 
-def test_safetensors_own_error_on_a_full_disk_is_one_of_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_safetensors_own_error_on_a_full_disk_is_one_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from safetensors import SafetensorError
 
     def fails(*args: Any, **kw: Any) -> None:
@@ -626,9 +595,7 @@ def test_streamed_activations_that_are_damaged_or_foreign_are_errors(tmp_path: P
 
 
 def test_a_result_prints_in_a_line_and_says_its_shapes() -> None:
-    result = Sample(
-        1.0, 1, True, "", torch.zeros(50, 60), {"a": torch.zeros(2)}, None, [{"x": 1.0}] * 30, (1, "")
-    )
+    result = Sample(1.0, 1, True, "", torch.zeros(50, 60), {"a": torch.zeros(2)}, None, [{"x": 1.0}] * 30, (1, ""))
     text = repr(result)
     assert text.startswith("Sample(")
     assert "tensor(50, 60)" in text
@@ -645,9 +612,7 @@ def test_a_changed_number_in_a_file_of_tensors_is_an_error_and_a_file_without_a_
     assert tensors["n"].item() is True
     assert header == {"by": "me"}
     whole = path.read_bytes()
-    changed = whole.replace(
-        torch.arange(4.0).numpy().tobytes(), torch.tensor([0, 1, 2, 3.5]).numpy().tobytes()
-    )
+    changed = whole.replace(torch.arange(4.0).numpy().tobytes(), torch.tensor([0, 1, 2, 3.5]).numpy().tobytes())
     for other in (changed, whole.replace(b'"by":"me"', b'"by":"us"')):
         assert other != whole
         path.write_bytes(other)

@@ -70,10 +70,7 @@ class Calls:
         yield pl.InterchangeResult, swapped.rows
         yield pl.PatchSitesResult, pl.patch_sites(model, self.pairs, correct_only=False, n_boot=20).rows
         yield VerifyReport, model.verify().rows
-        yield (
-            EvalResult,
-            pl.training.evaluate(model, task, (LENGTH, 24), n=4, trained_length=LENGTH).to_dataframe(),
-        )
+        yield (EvalResult, pl.training.evaluate(model, task, (LENGTH, 24), n=4, trained_length=LENGTH).to_dataframe())
         yield pl.Profile, pl.profile(
             model, task, length=LENGTH, n_probe=30, n_ablate=20, n_pairs=4, controls=2, untrained=self.other,
             control_task=True, mdl=True,
@@ -96,7 +93,7 @@ def tables() -> dict[type[Result], list[dict[str, Any]]]:
 CLASSES = list(api_pages.results().values())
 # What the small models above can't show.
 UNSEEN = {
-    pl.Profile: {"r2", "mse", "alpha"},  # a profile's labels are classes
+    pl.Profile: {"r2", "mse", "alpha"}  # a profile's labels are classes
 }
 
 
@@ -156,9 +153,7 @@ def test_a_row_is_found_by_its_values_and_errors_say_what_there_is() -> None:
         Weather(rows).find(dai=1)
     with pytest.raises(pl.InputError, match=r"no row has day=3. There are day: \[1, 2\]"):
         Weather(rows).find(day=3)
-    with pytest.raises(
-        pl.InputError, match="2 rows have rain=0.0. Add a column that tells them apart, such as day"
-    ):
+    with pytest.raises(pl.InputError, match="2 rows have rain=0.0. Add a column that tells them apart, such as day"):
         Weather(rows).find(rain=0.0)
 
 
@@ -177,9 +172,7 @@ def ablation(metric: str = "accuracy", drops: dict[str, float] | None = None) ->
         "verdict": "inconclusive",
     }  # fmt: skip
     empty = torch.zeros(4)
-    return pl.AblationResult(
-        rows, torch.zeros(4, 4), empty, torch.zeros(4, 4), empty, "state", "state", metric
-    )
+    return pl.AblationResult(rows, torch.zeros(4, 4), empty, torch.zeros(4, 4), empty, "state", "state", metric)
 
 
 def test_an_ablation_says_what_it_cost_beside_its_controls_and_the_verdict() -> None:
@@ -195,9 +188,7 @@ def test_an_ablation_says_what_it_cost_beside_its_controls_and_the_verdict() -> 
 
 def test_a_loss_costs_where_it_rises() -> None:
     worse = ablation("next_token_loss", {"target": -0.5, "random": -0.1}).findings()[1:3]
-    assert worse[0].startswith(
-        "Costs most at layer 3 (blocks.3.hook_resid_post), rank 2: 0.5 nats [0.47, 0.52]."
-    )
+    assert worse[0].startswith("Costs most at layer 3 (blocks.3.hook_resid_post), rank 2: 0.5 nats [0.47, 0.52].")
     assert worse[1] == "There random subspaces cost 0.1 nats at equal rank."
     better = ablation("next_token_loss", {"target": 0.5})
     assert better.findings()[1].startswith("No site costs anything; the largest is at layer 3")
@@ -234,15 +225,7 @@ def test_a_dose_response_says_what_all_of_a_subspace_costs_and_how_little_of_it_
 
 def test_length_transfer_says_the_damage_up_to_the_trained_length_and_beyond() -> None:
     rows = [
-        costs(
-            site="a",
-            length=n,
-            span=span,
-            drop=0.2,
-            damage=0.5,
-            effect=0.25,
-            floor=n == 80 and span == "beyond",
-        )
+        costs(site="a", length=n, span=span, drop=0.2, damage=0.5, effect=0.25, floor=n == 80 and span == "beyond")
         for n in (40, 80)
         for span in ("all", "seen", *(["beyond"] if n == 80 else []))
     ]
@@ -253,9 +236,7 @@ def test_length_transfer_says_the_damage_up_to_the_trained_length_and_beyond() -
 
 
 def test_components_are_named_by_what_they_cost_and_counted_where_that_is_more_than_nothing() -> None:
-    rows = [
-        costs(site=site, head=None, how="resample", drop=drop) for site, drop in (("a", 0.01), ("b", 0.3))
-    ]
+    rows = [costs(site=site, head=None, how="resample", drop=drop) for site, drop in (("a", 0.01), ("b", 0.3))]
     assert pl.ComponentResult(rows, torch.zeros(2, 3), torch.zeros(3)).findings()[1:] == [
         "resample: 1 of 2 cost more than nothing. Most: b 30 points [28, 32] and a 1 point [-1, 3]."
     ]
@@ -286,8 +267,7 @@ def test_sites_of_the_final_layer_say_what_is_forced_and_the_recovery_of_the_res
     some = torch.zeros(3, 5)
     found = pl.PatchSitesResult(rows, some, some, some, some, some, some, some).findings()
     assert found[1:] == [
-        "What the architecture forces "
-        + ("holds at A." if holds else "does not come out: A is 0.900, not 1."),
+        "What the architecture forces " + ("holds at A." if holds else "does not come out: A is 0.900, not 1."),
         "D recovers 0.25 [0.20, 0.30]: text",
         "Not measured: H; the column why has the reasons.",
     ]
@@ -307,13 +287,7 @@ def test_an_evaluation_says_the_accuracy_up_to_the_trained_length_and_beyond() -
 def patched(correct: bool = True) -> pl.PatchResult:
     values = torch.tensor([[[-1.0, -1.0], [0.0, 0.0], [1.0, 1.0]]])
     return pl.PatchResult(
-        values,
-        torch.ones(2),
-        -torch.ones(2),
-        torch.full((2,), correct),
-        ["hook_embed"],
-        [-1],
-        ["0", "1", "2"],
+        values, torch.ones(2), -torch.ones(2), torch.full((2,), correct), ["hook_embed"], [-1], ["0", "1", "2"]
     )
 
 

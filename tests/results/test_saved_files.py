@@ -120,9 +120,7 @@ def test_a_finished_training_run_from_before_the_move_is_read_not_repeated(tmp_p
     assert saved_files.plain(dict(model.module.state_dict())) == summary("training")
 
 
-def test_activations_streamed_before_the_move_are_read_and_those_of_another_model_refused(
-    tmp_path: Path,
-) -> None:
+def test_activations_streamed_before_the_move_are_read_and_those_of_another_model_refused(tmp_path: Path) -> None:
     folder = shutil.copytree(SAVED / "stream", tmp_path / "stream")
     model = pl.load(SAVED / "training")
     found = pl.collect(model, saved_files.stream_batch(), "layers", out=folder)

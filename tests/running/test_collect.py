@@ -32,9 +32,9 @@ def test_a_module_path_has_the_layer_of_the_point_that_it_stands_for() -> None:
     }  # fmt: skip
     assert {name: model.point(name).depth for name in wanted} == wanted
     names = ["transformer.h.1.mlp.hook_out", "transformer.wte.hook_out"]
-    assert list(pl.collect(model, zoo.tokens(2, 5), names).layers.items()) == list(
-        zip(names, (1, -1), strict=True)
-    ), "in the order asked for"
+    assert list(pl.collect(model, zoo.tokens(2, 5), names).layers.items()) == list(zip(names, (1, -1), strict=True)), (
+        "in the order asked for"
+    )
     fused = pl.wrap(zoo.build("lstm-fused"))
     assert [fused.point(f"layers.0.hook_{side}").depth for side in ("in", "out")] == [-1, zoo.LAYERS - 1]
     own = pl.wrap(zoo.build("gpt2").transformer.h, blocks="")
@@ -52,12 +52,7 @@ def test_sites_are_shorthands_names_globs_and_lists(model: pl.HookedModel) -> No
     assert named(mamba, "mixer_out") == [f"blocks.{i}.mixer.hook_out" for i in range(3)]
     assert [point.depth for point in resolve(model, "layers")] == [-1, 0, 1, 2]
     assert model.point("ln_final.hook_in").depth == 3
-    for bad, text in (
-        ("resid_mid", "parallel"),
-        ("resid_pots", "resid_post"),
-        ([], "empty"),
-        ([3], "string"),
-    ):
+    for bad, text in (("resid_mid", "parallel"), ("resid_pots", "resid_post"), ([], "empty"), ([3], "string")):
         with pytest.raises(pl.ProbelensError, match=text):
             resolve(model, bad)
 
@@ -105,9 +100,7 @@ def test_dataset_rows_mappings_and_lists(model: pl.HookedModel) -> None:
     x = zoo.tokens(3, 4)
     want = pl.collect(model, x, "resid_post")["blocks.2.hook_resid_post"]
     for inputs in (x.tolist(), {"input_ids": x}, {"input_ids": x.tolist(), "attention_mask": [[1] * 4] * 3}):
-        assert torch.allclose(
-            pl.collect(model, inputs, "resid_post")["blocks.2.hook_resid_post"], want, atol=1e-5
-        )
+        assert torch.allclose(pl.collect(model, inputs, "resid_post")["blocks.2.hook_resid_post"], want, atol=1e-5)
     ragged = pl.collect(model, {"input_ids": [[1, 2, 3], [4]]}, "resid_post")
     assert ragged.mask.tolist() == [[True] * 3, [True, False, False]]
     alone = pl.collect(model, torch.tensor([[4]]), "resid_post")
@@ -193,14 +186,7 @@ def test_a_batch_names_padding_that_the_model_cannot_be_told_of() -> None:
             pl.collect(model, pl.Batch(x, attention_mask=mask), key)
         space = {key: pl.subspaces.random(1, model.cfg.d_model if model is causal else 16, seed=0)}
         with pytest.raises(pl.InputError, match="takes no attention_mask"):
-            pl.ablate(
-                model,
-                pl.Batch(x, {"t": x % 3}, attention_mask=mask),
-                space,
-                label="t",
-                refit=False,
-                controls=0,
-            )
+            pl.ablate(model, pl.Batch(x, {"t": x % 3}, attention_mask=mask), space, label="t", refit=False, controls=0)
 
 
 def test_training_mode_and_gradients_come_back(model: pl.HookedModel) -> None:

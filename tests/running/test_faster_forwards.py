@@ -51,9 +51,7 @@ def test_what_is_collected_and_swept_is_what_the_native_forward_gives(kind: str)
     found, want = (pl.collect(m, x, "layers").tensors for m in (model, slow))
     for name, tensor in want.items():
         assert torch.allclose(found[name], tensor, rtol=1e-4, atol=1e-5 * float(tensor.abs().max())), name
-    pairs = pl.PatchPairs(
-        x, (x + 1) % zoo.VOCAB, torch.full((3,), 2), torch.full((3,), 8), torch.tensor([[1, 2]] * 3)
-    )
+    pairs = pl.PatchPairs(x, (x + 1) % zoo.VOCAB, torch.full((3,), 2), torch.full((3,), 8), torch.tensor([[1, 2]] * 3))
     got, plain = (pl.patch(m, pairs, "resid_pre", pos=[2]).values for m in (model, slow))
     assert torch.allclose(got, plain, atol=1e-4 * float(plain.abs().max()))
     estimates = [pl.attribute(m, pairs, "resid_pre", pos=[2]).values for m in (model, slow)]
@@ -145,9 +143,7 @@ def test_the_native_forward_is_back_after_an_exception() -> None:
 
     def fail_inside() -> None:
         with faster_forwards(model):
-            assert any("forward" in m.__dict__ for m in model.module.modules()), (
-                "there is something to put back"
-            )
+            assert any("forward" in m.__dict__ for m in model.module.modules()), "there is something to put back"
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -241,9 +237,7 @@ def test_what_was_tried_is_tried_again_when_something_in_the_model_is_exchanged(
 ) -> None:
     g = torch.Generator().manual_seed(0)
     clean, corrupted = torch.randint(0, 11, (2, 4, 12), generator=g)
-    pairs = pl.PatchPairs(
-        clean, corrupted, torch.full((4,), 3), torch.full((4,), 11), torch.tensor([[0, 1]] * 4)
-    )
+    pairs = pl.PatchPairs(clean, corrupted, torch.full((4,), 3), torch.full((4,), 11), torch.tensor([[0, 1]] * 4))
     model = pl.wrap(zoo.build(kind))
     around, inside = "blocks.*.hook_resid_post", "blocks.1.mixer.hook_ssm_state"
     collected, patched, plan = (

@@ -30,9 +30,7 @@ def numbers(pattern: str, text: str) -> list[int]:
 
 @pytest.mark.parametrize("name", ["neox", "mamba"])
 @pytest.mark.parametrize("batch_size", [64, 2])
-def test_a_plan_says_what_a_trial_that_fails_costs(
-    name: str, batch_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_says_what_a_trial_that_fails_costs(name: str, batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = wrapped(name)
     counted = Counted(model, monkeypatch)
     planned = plan(model, tokens(), cells(), READ, batch_size=batch_size)
@@ -59,10 +57,7 @@ def test_without_a_trial_to_make_none_is_printed() -> None:
     model = wrapped("neox")
     assert plan(model, tokens(), cells(), READ).trial > 0
     sweep(model, tokens(), cells(), READ)
-    for found in (
-        plan(model, tokens(), cells(), READ),
-        plan(wrapped("gru"), tokens(), cells(), READ),
-    ):
+    for found in (plan(model, tokens(), cells(), READ), plan(wrapped("gru"), tokens(), cells(), READ)):
         assert (found.trial, found.otherwise) == (0, None)
         assert "trial" not in str(found)
 
@@ -88,9 +83,7 @@ def test_patching_prints_the_factor_that_a_failed_trial_leaves() -> None:
     other = planned.sweep.otherwise
     assert other is not None
     worst = planned.sweep.trial + other.block_positions + planned.source.block_positions + planned.collected
-    assert f"at least, {planned.naive_block_positions / worst:.2f}x if the trial turns that down" in str(
-        planned
-    )
+    assert f"at least, {planned.naive_block_positions / worst:.2f}x if the trial turns that down" in str(planned)
     assert planned.ratio > planned.naive_block_positions / worst
 
 
@@ -103,10 +96,7 @@ def test_a_patch_plan_counts_all_unembedded_positions(name: str, monkeypatch: py
         blocks, unembedded = counted.of(planned.run)
         assert blocks <= planned.block_positions
         assert planned.sweep.unembedded < unembedded <= planned.unembedded
-        assert (blocks, unembedded) == (
-            planned.block_positions,
-            planned.unembedded,
-        ) or not planned.sweep.exact
+        assert (blocks, unembedded) == (planned.block_positions, planned.unembedded) or not planned.sweep.exact
         assert planned.unembedded > planned.sweep.unembedded
         assert planned.naive_unembedded >= planned.unembedded
         rest = planned.source.unembedded + planned.collected_unembedded
@@ -182,16 +172,12 @@ def test_an_error_in_a_metric_of_the_callers_names_it(name: str, metric: Any) ->
         "logits, answers": lambda: pl.patch(model, pairs(), metric=metric),
         "logits, answers)": lambda: pl.attribute(model, pairs(), metric=metric),
         "logits, answers).": lambda: pl.patch_sites(model, pairs(), metric=metric),
-        "logits, tokens=tokens, mask=mask, odd=odd": lambda: pl.ablate(
-            model, batch, space, metric, refit=False
-        ),
+        "logits, tokens=tokens, mask=mask, odd=odd": lambda: pl.ablate(model, batch, space, metric, refit=False),
         "logits, tokens=tokens, mask=mask, odd=odd).": lambda: pl.ablate_component(
             model, batch, "mixer_out" if name == "mamba" else list(space), metric=metric
         ),
         "logits": lambda: sweep(model, tokens(), cells(), Read(metric)),
-        "logits, a=a": lambda: sweep(
-            model, tokens(), [Condition((), ())], Read(metric, None, {"a": tokens()})
-        ),
+        "logits, a=a": lambda: sweep(model, tokens(), [Condition((), ())], Read(metric, None, {"a": tokens()})),
     }
     for arguments, call in calls.items():
         said = f"Raised by the metric {shown}, which was called as metric({arguments.rstrip(').')})."

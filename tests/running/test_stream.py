@@ -23,9 +23,7 @@ def model() -> pl.HookedModel:
     return pl.wrap(zoo.build("neox"))
 
 
-def test_what_is_changed_in_a_stream_changes_memory_and_never_the_file(
-    model: pl.HookedModel, tmp_path: Path
-) -> None:
+def test_what_is_changed_in_a_stream_changes_memory_and_never_the_file(model: pl.HookedModel, tmp_path: Path) -> None:
     x = zoo.tokens(5, 4)
     want = pl.collect(model, x, KEY)[KEY]
     acts = pl.collect(model, x, KEY, out=tmp_path, batch_size=2)
@@ -89,9 +87,7 @@ def test_hooks_are_refused_and_every_weight_and_buffer_tells_a_stream_apart(tmp_
             pl.collect(model, x, KEY, out=out)
         last.copy_(before)
     assert torch.equal(pl.collect(model, x, KEY, out=out)[KEY], want)
-    (out / "collect.json").write_text(
-        (out / "collect.json").read_text().replace('"format": 3', '"format": 2')
-    )
+    (out / "collect.json").write_text((out / "collect.json").read_text().replace('"format": 3', '"format": 2'))
     with pytest.raises(pl.StoreError, match="a stream of format 2, and this probelens reads format 3"):
         pl.collect(model, x, KEY, out=out)
 
@@ -232,9 +228,7 @@ def test_a_stream_larger_than_memory_is_mapped(tmp_path: Path) -> None:
     store.files, store.arrays = {"site": "site_000.npy"}, {"site": ("<f4", (rows, 2**18))}
     path = tmp_path / "site_000.npy"
     with path.open("wb") as file:
-        np.lib.format.write_array_header_1_0(
-            file, {"descr": "<f4", "fortran_order": False, "shape": (rows, 2**18)}
-        )
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (rows, 2**18)})
         try:
             file.truncate(file.tell() + 2**40)
         except OSError:

@@ -36,9 +36,7 @@ def last(logits: torch.Tensor) -> torch.Tensor:
     return logits.flatten(1)
 
 
-def one_by_one(
-    model: pl.HookedModel, x: torch.Tensor, conditions: list[Condition], read: Read
-) -> torch.Tensor:
+def one_by_one(model: pl.HookedModel, x: torch.Tensor, conditions: list[Condition], read: Read) -> torch.Tensor:
     """A full forward for each condition."""
     rows, out = torch.arange(len(x)), []
     for c in conditions:
@@ -55,11 +53,7 @@ def close(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 def cells(model: pl.HookedModel) -> list[Condition]:
-    inner = (
-        "blocks.1.hook_mixer_out"
-        if "blocks.1.hook_mixer_out" in model.hook_dict
-        else "blocks.1.hook_attn_out"
-    )
+    inner = "blocks.1.hook_mixer_out" if "blocks.1.hook_mixer_out" in model.hook_dict else "blocks.1.hook_attn_out"
     inner = inner if inner in model.hook_dict else "blocks.1.mixer.hook_out"
     return [add_at(name, p) for name in [*SITES, inner] for p in range(LENGTH)]
 
@@ -89,9 +83,7 @@ def test_an_edit_after_the_read_position_or_of_nothing_gives_exactly_the_base(na
     assert torch.equal(got.values, got.base.expand_as(got.values))
 
 
-def test_passes_shared_or_not_and_kept_states_far_apart_change_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_passes_shared_or_not_and_kept_states_far_apart_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     x, read = zoo.tokens(N, LENGTH, seed=3), Read(last, torch.full((N, 1), LENGTH - 1))
     for name in ("neox", "mamba"):
         model = pl.wrap(zoo.build(name))
@@ -106,9 +98,7 @@ def test_passes_shared_or_not_and_kept_states_far_apart_change_nothing(
     assert resumer is not None
     monkeypatch.setattr(Resumer, "BUDGET", resumer.holds(N, LENGTH, 3))
     spacings, base = [], type(resumer).base
-    monkeypatch.setattr(
-        type(resumer), "base", lambda self, *args: spacings.append(self.spacing) or base(self, *args)
-    )
+    monkeypatch.setattr(type(resumer), "base", lambda self, *args: spacings.append(self.spacing) or base(self, *args))
     coarse = sweep(model, x, conditions, read)
     assert set(spacings) == {3}
     assert coarse.path == "resume"
@@ -144,9 +134,7 @@ def test_edits_of_several_blocks_and_inside_them() -> None:
 def test_every_decoder_gives_the_numbers_of_whole_runs(name: str) -> None:
     model, x = pl.wrap(zoo.more(name)), zoo.tokens(3, LENGTH, seed=3)
     read = Read(last, torch.full((3, 1), LENGTH - 1))
-    conditions = [
-        add_at(f"blocks.1.hook_{kind}", p) for kind in ("resid_pre", "resid_post") for p in (0, 5, 11)
-    ]
+    conditions = [add_at(f"blocks.1.hook_{kind}", p) for kind in ("resid_pre", "resid_post") for p in (0, 5, 11)]
     got, want = sweep(model, x, conditions, read), one_by_one(model, x, conditions, read)
     assert close(got.values, want)
     assert (want - got.base).abs().max() > 1e-4
@@ -174,9 +162,7 @@ def test_what_is_unusual_runs_the_plain_way_with_the_same_numbers() -> None:
         assert close(got.values, one_by_one(other, x, some, read))
 
 
-def test_a_resumer_that_gives_other_numbers_is_noticed_and_never_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_resumer_that_gives_other_numbers_is_noticed_and_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
     x, read = zoo.tokens(N, LENGTH, seed=3), Read(last, torch.full((N, 1), LENGTH - 1))
     model = pl.wrap(zoo.build("neox"))
     conditions = cells(model)
@@ -199,10 +185,7 @@ def test_nothing_stays_on_the_module_after_an_edit_that_fails() -> None:
         def fail(tensor: torch.Tensor, hook: Any) -> torch.Tensor:
             raise ValueError("on purpose")
 
-        bad = [
-            Condition((i,), (Intervention("blocks.1.hook_resid_pre", lambda rows, fn=fail: fn),))
-            for i in range(4)
-        ]
+        bad = [Condition((i,), (Intervention("blocks.1.hook_resid_pre", lambda rows, fn=fail: fn),)) for i in range(4)]
         with pytest.raises(ValueError, match="on purpose"):
             sweep(model, x, bad, Read(last))
         assert not any("forward" in vars(m) for m in model.module.modules())
@@ -213,9 +196,7 @@ def test_a_resumer_that_is_none_is_refused_by_name(monkeypatch: pytest.MonkeyPat
     x, read = zoo.tokens(N, LENGTH, seed=3), Read(last)
     right, wrong = pl.wrap(zoo.build("neox")), pl.wrap(zoo.build("neox"))
     monkeypatch.setattr(wrong.adapter, "resumer", lambda model: "mine")
-    with pytest.raises(
-        pl.InputError, match=r"HFTransformer.resumer\(\) gave a str. It must give a .*Resumer, or None"
-    ):
+    with pytest.raises(pl.InputError, match=r"HFTransformer.resumer\(\) gave a str. It must give a .*Resumer, or None"):
         sweep(wrong, x, cells(wrong), read)
     assert sweep(right, x, cells(right), read).path == "resume"
     monkeypatch.setattr(wrong.adapter, "resumer", lambda model: None)

@@ -24,12 +24,7 @@ from probelens.running.sweep.resume import Resume
 N = 5
 FAMILIES = {"neox": "resume", "mamba": "resume", "gru": "skip"}
 READ = Read(last, torch.full((N, 1), LENGTH - 1))
-SITES = [
-    "blocks.0.hook_resid_pre",
-    "blocks.1.hook_resid_pre",
-    "blocks.1.hook_resid_post",
-    "blocks.2.hook_resid_post",
-]
+SITES = ["blocks.0.hook_resid_pre", "blocks.1.hook_resid_pre", "blocks.1.hook_resid_post", "blocks.2.hook_resid_post"]
 
 
 def stated(name: str, pos: int) -> Condition:
@@ -154,18 +149,14 @@ def test_a_plan_counts_what_runs(name: str, batch_size: int, monkeypatch: pytest
 
     def naive() -> None:
         for condition in [Condition((), ()), *cells()]:
-            model.run_with_hooks(
-                tokens(), [(i.name, i.edit_for(torch.arange(N))) for i in condition.interventions]
-            )
+            model.run_with_hooks(tokens(), [(i.name, i.edit_for(torch.arange(N))) for i in condition.interventions])
 
     assert counted.of(naive) == (planned.naive_block_positions, planned.naive_unembedded)
     assert planned.ratio > 1
 
 
 @pytest.mark.parametrize("name", ["neox", "mamba"])
-def test_where_positions_are_not_stated_the_plan_is_a_bound(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_positions_are_not_stated_the_plan_is_a_bound(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = wrapped(name)
     sweep(model, tokens(), cells(), READ)
     known, unknown = (plan(model, tokens(), cells(make), READ) for make in (stated, add_at))
@@ -180,9 +171,7 @@ def test_where_positions_are_not_stated_the_plan_is_a_bound(
 @pytest.mark.parametrize("name", FAMILIES)
 def test_patching_runs_no_more_than_its_plan_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = wrapped(name)
-    inside = [
-        n for n in model.hook_dict if re.match(r"blocks.1.(attn.hook_z|mixer.hook_ssm_y|rnn.hook_h)$", n)
-    ]
+    inside = [n for n in model.hook_dict if re.match(r"blocks.1.(attn.hook_z|mixer.hook_ssm_y|rnn.hook_h)$", n)]
     for sites in ("layers", "hook_embed", inside):
         planned = pl.patch_plan(model, pairs(), sites, batch_size=3)
         counted = Counted(model, monkeypatch)
@@ -221,9 +210,7 @@ def hooked(model: pl.HookedModel) -> Any:
     return model.hooks([("hook_embed", lambda t, hook: t)])
 
 
-def of(
-    name: str = "neox", x: Tensor | None = None, context: Any = None, dtype: Any = None, **kw: Any
-) -> SweepPlan:
+def of(name: str = "neox", x: Tensor | None = None, context: Any = None, dtype: Any = None, **kw: Any) -> SweepPlan:
     model, x = wrapped(name), tokens() if x is None else x
     if dtype is not None:
         model.module.to(dtype)
@@ -279,11 +266,7 @@ def test_a_trial_that_fails_makes_the_result_say_what_ran(monkeypatch: pytest.Mo
     monkeypatch.setattr(KeyValues, "tail", lambda *a: right(*a) * 1.01)
     found = planned.run()
     monkeypatch.undo()
-    assert (planned.path, found.path, found.why) == (
-        "resume",
-        "skip",
-        "a trial on this model gave other numbers",
-    )
+    assert (planned.path, found.path, found.why) == ("resume", "skip", "a trial on this model gave other numbers")
     torch.testing.assert_close(found.values, want)
     assert plan(model, tokens(), cells(), READ).path == "skip"
     assert planned.run().path == "skip", "an older plan doesn't bring it back"
@@ -370,9 +353,7 @@ def test_a_budget_spaces_kept_states_divides_passes_and_changes_no_number(name: 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_budget_too_small_says_what_is_needed(name: str) -> None:
     model = wrapped(name)
-    with pytest.raises(
-        pl.InputError, match="memory=10 bytes.*one example of 12 positions.*Give at least"
-    ) as err:
+    with pytest.raises(pl.InputError, match="memory=10 bytes.*one example of 12 positions.*Give at least") as err:
         pl.patch(model, pairs(), memory=10)
     need = int(re.search(r"needs (\d+)", str(err.value))[1])  # type: ignore[index]
     with pytest.raises(pl.InputError, match="Give at least"):
@@ -390,11 +371,7 @@ def test_a_budget_too_small_says_what_is_needed(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_run_of_a_plan_is_what_patch_gives(name: str) -> None:
     model = wrapped(name)
-    for options in (
-        {},
-        {"mode": "noise", "pos": None},
-        {"sites": "layers", "joint": True, "metric": "prob_diff"},
-    ):
+    for options in ({}, {"mode": "noise", "pos": None}, {"sites": "layers", "joint": True, "metric": "prob_diff"}):
         got, want = (call(model, pairs(), **options) for call in (pl.patch_plan, pl.patch))
         got = got.run()
         for key, value in vars(want).items():

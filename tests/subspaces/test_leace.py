@@ -15,9 +15,7 @@ def planted(n=3000, d=20, n_classes=3, seed=0, strength=2.0):
     """Correlated features of very different scale, with class means in generic directions."""
     gen = torch.Generator().manual_seed(seed)
     y = torch.randint(n_classes, (n,), generator=gen)
-    mix = torch.randn(d, d, generator=gen, dtype=torch.float64) * torch.logspace(
-        1, -1, d, dtype=torch.float64
-    )
+    mix = torch.randn(d, d, generator=gen, dtype=torch.float64) * torch.logspace(1, -1, d, dtype=torch.float64)
     means = strength * torch.randn(n_classes, d, generator=gen, dtype=torch.float64)
     return (torch.randn(n, d, generator=gen, dtype=torch.float64) + means[y]) @ mix + 3.0, y
 

@@ -376,9 +376,7 @@ def test_inlp_says_where_the_budget_ended():
 
 def test_inlp_stops_at_once_where_nothing_is_readable():
     gen = torch.Generator().manual_seed(0)
-    found = sub.inlp(
-        torch.randn(4000, 5, generator=gen), torch.randint(2, (4000,), generator=gen), margin=0.05
-    )
+    found = sub.inlp(torch.randn(4000, 5, generator=gen), torch.randint(2, (4000,), generator=gen), margin=0.05)
     assert found.rank == 0
     assert found.at_chance
 

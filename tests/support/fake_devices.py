@@ -61,10 +61,7 @@ def _checked(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", "")
     if func == _get:
         return _place(args[0])
-    if (
-        name in ("__get__", "__set__", "__repr__", "__format__")
-        and getattr(func, "__self__", None) is not Tensor.data
-    ):
+    if name in ("__get__", "__set__", "__repr__", "__format__") and getattr(func, "__self__", None) is not Tensor.data:
         if name != "__get__":
             args, kwargs = tree_map(lambda t: _put(t, CPU), (args, kwargs))
         found = func(*args, **kwargs)
@@ -97,9 +94,7 @@ def _checked(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         target = asked or next(iter(places), CPU)
     if asked is not None:
         kwargs = {**kwargs, "device": CPU}
-    args = tuple(
-        CPU if _device(a) is not None and name in ("to", "new_zeros", "new_empty") else a for a in args
-    )
+    args = tuple(CPU if _device(a) is not None and name in ("to", "new_zeros", "new_empty") else a for a in args)
     if name == "cuda":
         args = args[:1]
         func = Tensor.clone

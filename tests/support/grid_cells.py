@@ -36,9 +36,7 @@ def trained(config: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
     import probelens as pl
 
     task = pl.tasks.Parity()
-    model = pl.models.build(
-        pl.models.FormalConfig.for_task("gru", task, n_layers=1, d_model=8, hidden_size=8)
-    )
+    model = pl.models.build(pl.models.FormalConfig.for_task("gru", task, n_layers=1, d_model=8, hidden_size=8))
     log, taken = folder / "steps.txt", []
 
     def step(row: Mapping[str, Any]) -> None:

@@ -21,10 +21,7 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        read: Iterable[str] = (),
-        edit: Mapping[str, Edit] | None = None,
-        at: list[int] | None = None,
+        self, read: Iterable[str] = (), edit: Mapping[str, Edit] | None = None, at: list[int] | None = None
     ) -> None:
         self.read = set(read)
         self.edit = dict(edit or {})
@@ -33,9 +30,7 @@ class Recorder:
         self.whole: dict[str, Tensor] = {}
         self.steps: dict[str, dict[int, Tensor]] = {}
 
-    def __call__(
-        self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None
-    ) -> Tensor:
+    def __call__(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
         if not self.wants(name):
             return tensor
         self.calls.append((name, pos))

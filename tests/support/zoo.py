@@ -16,11 +16,7 @@ class Recurrent(nn.Module):
     """Embedding, recurrent layers one module each (or one fused stack), head."""
 
     def __init__(
-        self,
-        cell: type[nn.RNNBase],
-        fused: bool = False,
-        bidirectional: bool = False,
-        batch_first: bool = True,
+        self, cell: type[nn.RNNBase], fused: bool = False, bidirectional: bool = False, batch_first: bool = True
     ):
         super().__init__()
         self.batch_first = batch_first

@@ -65,9 +65,7 @@ def test_scores_equal_scikit_learn(task: Task) -> None:
         assert score["balanced_accuracy"] == pytest.approx(balanced_accuracy_score(truth, guess), abs=1e-12)
     y = train.labels[label][train.mask].numpy()
     dummy = DummyClassifier(strategy="most_frequent").fit(np.zeros((len(y), 1)), y)
-    assert scores["majority"]["accuracy"] == pytest.approx(
-        dummy.score(np.zeros((len(truth), 1)), truth), abs=1e-12
-    )
+    assert scores["majority"]["accuracy"] == pytest.approx(dummy.score(np.zeros((len(truth), 1)), truth), abs=1e-12)
 
 
 def test_last_tokens_suffice_for_a_label_of_the_last_tokens_and_not_for_parity() -> None:

@@ -70,9 +70,7 @@ def test_mask_and_groups_default_to_everything_and_to_one_group_a_sequence() -> 
 
 def test_to_moves_every_tensor() -> None:
     moved = batch().to(torch.device("cpu"))
-    assert {t.device.type for t in (moved.tokens, moved.mask, moved.groups, *moved.labels.values())} == {
-        "cpu"
-    }
+    assert {t.device.type for t in (moved.tokens, moved.mask, moved.groups, *moved.labels.values())} == {"cpu"}
     assert moved.tokens.equal(batch().tokens)
 
 
@@ -121,12 +119,7 @@ def test_a_batch_that_does_not_fit_together_is_refused(
         ("edit_pos", torch.tensor([1, 1]), ShapeError, "one position per example"),
         ("edit_pos", torch.tensor([1, 1, 4]), InputError, "0 to 3"),
         ("read_pos", torch.tensor([3, 3, -1]), InputError, "0 to 3"),
-        (
-            "answers",
-            torch.tensor([[0, 1], [0, 1], [2, 2]]),
-            InputError,
-            "equal in 1 of 3 examples, first in example 2",
-        ),
+        ("answers", torch.tensor([[0, 1], [0, 1], [2, 2]]), InputError, "equal in 1 of 3 examples, first in example 2"),
         ("answers", torch.tensor([0, 1, 2]), ShapeError, r"\(3, 2\)"),
         ("answers", torch.tensor([[0, 1], [0, 1], [0, -1]]), InputError, "start at 0"),
         ("answers", torch.rand(3, 2), InputError, "float32"),

@@ -169,13 +169,8 @@ def test_each_token_has_the_depth_after_its_last_character(
         keep = batch.mask[row]
         code, ends = by_first_tokens[tuple(batch.tokens[row][keep].tolist())]
         depths, indents = scan(code)
-        assert (
-            batch.labels["depth"][row][keep].tolist() == [min(depths[e], 9) for e in ends][: int(keep.sum())]
-        )
-        assert (
-            batch.labels["indent"][row][keep].tolist()
-            == [min(indents[e], 9) for e in ends][: int(keep.sum())]
-        )
+        assert batch.labels["depth"][row][keep].tolist() == [min(depths[e], 9) for e in ends][: int(keep.sum())]
+        assert batch.labels["indent"][row][keep].tolist() == [min(indents[e], 9) for e in ends][: int(keep.sum())]
         assert (batch.labels["depth"][row][~keep] == -100).all()
 
 
@@ -225,9 +220,7 @@ def test_splits_and_exclusions_keep_whole_modules_apart(email: list[tuple[str, s
     assert set(next(task.stream(100, length=64)).groups.tolist()) & modules[1]  # control
     again = CodeDepth(corpus=email).splits({"train": 120, "test": 40}, length=64, seed=3)
     assert again["train"].tokens.equal(parts["train"].tokens)
-    assert not task.splits({"train": 120, "test": 40}, length=64, seed=4)["train"].tokens.equal(
-        again["train"].tokens
-    )
+    assert not task.splits({"train": 120, "test": 40}, length=64, seed=4)["train"].tokens.equal(again["train"].tokens)
 
 
 def test_no_function_comes_twice_in_a_sample(email: list[tuple[str, str]]) -> None:
@@ -354,24 +347,15 @@ def write(path: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (
-            lambda p: CodeDepth(corpus="no/such/folder"),
-            "'no/such/folder' must be an existing folder, or a .jsonl",
-        ),
+        (lambda p: CodeDepth(corpus="no/such/folder"), "'no/such/folder' must be an existing folder, or a .jsonl"),
         (lambda p: CodeDepth(corpus=p), "no usable Python function.*'functions': 0"),
         (lambda p: CodeDepth(corpus=[]), "no usable Python function"),
         (lambda p: CodeDepth(corpus=7), "corpus must be 'stdlib'.*pairs of strings.*got a int"),
         (lambda p: CodeDepth(corpus=[("m", 3)]), "pairs of strings"),
         (lambda p: CodeDepth(corpus=write(p / "a.jsonl", '{"repo": "a"}\n')), "at line 1: it needs one of"),
-        (
-            lambda p: CodeDepth(corpus=write(p / "a.jsonl", '\n{"repo": "a", ')),
-            "a.jsonl.*one JSON object per line",
-        ),
+        (lambda p: CodeDepth(corpus=write(p / "a.jsonl", '\n{"repo": "a", ')), "a.jsonl.*one JSON object per line"),
         (lambda p: CodeDepth(corpus=write(p / "a.jsonl", "[1]\n")), "can't be read as a CodeSearchNet file"),
-        (
-            lambda p: CodeDepth(corpus=write(p / "a.jsonl.gz", "not packed")),
-            "can't be read as a CodeSearchNet file",
-        ),
+        (lambda p: CodeDepth(corpus=write(p / "a.jsonl.gz", "not packed")), "can't be read as a CodeSearchNet file"),
         (lambda p: CodeDepth(str, [("m", "x")]), "tokenizer is a type, which doesn't give the offsets"),
         (lambda p: CodeDepth(max_depth=0, corpus=[("m", "x")]), "max_depth=0"),
         (lambda p: CodeDepth(min_chars=9, max_chars=8, corpus=[("m", "x")]), "max_chars=8"),

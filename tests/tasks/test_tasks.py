@@ -213,9 +213,7 @@ def test_pairs_differ_in_one_early_token_and_answers_are_the_true_labels(task: T
     for label, length in itertools.product(labels, (3, 10, 41)):
         if label == "depth" and task.name == "dyck" and task.max_depth < 3:  # type: ignore[attr-defined]
             continue
-        if (
-            label == "sign" and task.config["generators"] == "adjacent"
-        ):  # all odd: no change of token changes it
+        if label == "sign" and task.config["generators"] == "adjacent":  # all odd: no change of token changes it
             continue
         pairs = task.pairs(40, length=length, seed=1, label=label)
         check_pairs(task, oracle, pairs)
@@ -268,9 +266,7 @@ def test_splits_share_no_string_and_number_their_groups_through(task: Task, orac
 def test_splits_can_use_up_every_string_and_ask_for_no_more() -> None:
     parts = Parity().splits({"train": 10, "test": 6}, length=4)
     assert len({tuple(row) for part in parts.values() for row in part.tokens.tolist()}) == 16
-    with pytest.raises(
-        InputError, match="asked for 17 different strings, but parity has only 16 of length 4"
-    ):
+    with pytest.raises(InputError, match="asked for 17 different strings, but parity has only 16 of length 4"):
         Parity().splits({"train": 10, "test": 7}, length=4)
 
 
@@ -316,9 +312,7 @@ def test_a_stream_never_yields_a_held_out_string_and_resumes_at_any_step(task: T
 
     free = strings(task.stream(300, length=6, seed=1), 8)
     if task.n_strings(6) < 2000:
-        assert forbidden.intersection(*[set().union(*free)]), (
-            "control: they do come up when nothing is excluded"
-        )
+        assert forbidden.intersection(*[set().union(*free)]), "control: they do come up when nothing is excluded"
     clean = strings(task.stream(300, length=6, seed=1, exclude=held_out), 8)
     assert not forbidden & set().union(*clean)
     assert strings(task.stream(300, length=6, seed=1, exclude=held_out, start=5), 3) == clean[5:]
@@ -437,11 +431,7 @@ def test_make_takes_names_in_any_spelling_and_groups() -> None:
 
 def test_widths_leave_room_for_every_token_and_every_class() -> None:
     assert (Dyck().d_vocab, Dyck(bos=True).d_vocab, Dyck(noop=0.1).d_vocab) == (4, 5, 5)
-    assert (Dyck().vocab_size, Dyck(target="state").vocab_size, Dyck(max_depth=1, bos=True).vocab_size) == (
-        11,
-        21,
-        5,
-    )
+    assert (Dyck().vocab_size, Dyck(target="state").vocab_size, Dyck(max_depth=1, bos=True).vocab_size) == (11, 21, 5)
     for task, _ in TASKS:
         assert task.sample(100).tokens.max() < task.d_vocab
         assert task.n_classes == {label: len(task.class_names(label)) for label in task.label_names}
@@ -477,10 +467,7 @@ def test_widths_leave_room_for_every_token_and_every_class() -> None:
         (lambda: GroupWords("S7"), "unknown group 'S7'"),
         (lambda: GroupWords("S1"), "unknown group"),
         (lambda: GroupWords(3), "unknown group 3"),
-        (
-            lambda: GroupWords("S3", generators="transposition"),
-            "unknown generators.*Nearest: 'transpositions'",
-        ),
+        (lambda: GroupWords("S3", generators="transposition"), "unknown generators.*Nearest: 'transpositions'"),
         (lambda: GroupWords("Z5", generators="transpositions"), "defined for S_n, not for Z5"),
         (lambda: GroupWords("S3", generators=["120"]), "reach 3 of the 6 elements"),
         (lambda: GroupWords("S3", generators=["130"]), "unknown element of S3 '130'"),
@@ -507,10 +494,7 @@ def test_widths_leave_room_for_every_token_and_every_class() -> None:
         (lambda: FlipFlop(ignore=0), "above 0 and below 1"),
         (lambda: FlipFlop().pairs(1, read_pos=1), "there is no bit before position 1"),
         (lambda: FlipFlop().pairs(1, read_pos=3, label="recall"), "Use 2 or 4"),
-        (
-            lambda: FlipFlop().labels(torch.tensor([[2, 1, 3, 0]])),
-            "string 0 isn.t a flip-flop string.*token 3",
-        ),
+        (lambda: FlipFlop().labels(torch.tensor([[2, 1, 3, 0]])), "string 0 isn.t a flip-flop string.*token 3"),
     ],
 )
 def test_bad_input_is_named_with_what_is_allowed(call: Callable[[], object], text: str) -> None:

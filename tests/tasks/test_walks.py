@@ -79,10 +79,7 @@ def test_the_start_of_a_long_string_is_distributed_as_a_short_string(task: Task)
     def agreement(label: str, pos: int, pos_long: int) -> float:
         bins = task.n_classes[label]
         table = np.stack(
-            [
-                np.bincount(short[label][:, pos], minlength=bins),
-                np.bincount(long[label][:, pos_long], minlength=bins),
-            ]
+            [np.bincount(short[label][:, pos], minlength=bins), np.bincount(long[label][:, pos_long], minlength=bins)]
         )
         return float(chi2_contingency(table[:, table.sum(0) > 20]).pvalue)
 
@@ -137,9 +134,7 @@ def legal(word: list[str], k: int, m: int) -> bool:
     length=st.integers(1, 60),
     seed=st.integers(0, 2**40),
 )
-def test_dyck_strings_are_legal_for_any_parameters(
-    k: int, m: int, noop: float, length: int, seed: int
-) -> None:
+def test_dyck_strings_are_legal_for_any_parameters(k: int, m: int, noop: float, length: int, seed: int) -> None:
     task = Dyck(k=k, max_depth=m, noop=noop)
     tokens = task.sample(8, length=length, seed=seed).tokens
     assert all(legal(row, k, m) for row in tokens.tolist())

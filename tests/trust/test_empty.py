@@ -39,9 +39,7 @@ def caches(models: dict[str, pl.HookedModel]) -> dict[str, pl.ActivationCache]:
 # -- what an architecture doesn't have --------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["pattern", "q", "z", "attn_scores", "attn_out", "mlp_out", "pre", "resid_mid"]
-)
+@pytest.mark.parametrize("name", ["pattern", "q", "z", "attn_scores", "attn_out", "mlp_out", "pre", "resid_mid"])
 def test_points_of_attention_and_mlp_say_why_they_are_absent(caches: Any, name: str) -> None:
     assert len(caches["neox-sequential"].stack_activation(name)) == zoo.LAYERS
     for family, why in WHY.items():
@@ -79,10 +77,7 @@ def test_heads_and_neurons_are_refused_where_there_are_none(models: Any, caches:
                 assert not hasattr(owner, name)
                 with pytest.raises(pl.InputError, match=f"has no '{name}': this {kind} has no {part}"):
                     getattr(owner, name)
-    for owner, name in (
-        (caches["neox-sequential"], "stack_head_results"),
-        (models["neox-sequential"], "W_Q"),
-    ):
+    for owner, name in ((caches["neox-sequential"], "stack_head_results"), (models["neox-sequential"], "W_Q")):
         with pytest.raises(pl.InputError, match="layout"):
             getattr(owner, name)
 
@@ -194,9 +189,7 @@ def test_statistics_plots_and_fits_of_nothing_are_refused(call: Callable[[], Any
 def test_a_module_that_is_not_wrapped_is_told_how(name: str) -> None:
     call = getattr(pl, name)
     needed = [
-        p
-        for p in inspect.signature(call).parameters.values()
-        if p.default is p.empty and p.kind is not p.VAR_KEYWORD
+        p for p in inspect.signature(call).parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD
     ]
     arguments = {p.name: None for p in needed} | {needed[0].name: torch.nn.Linear(2, 2)}
     with pytest.raises(pl.InputError, match=r"got a Linear\. Wrap a module with probelens\.wrap"):

@@ -125,16 +125,10 @@ def damaged(whole: bytes, name: str) -> dict[str, bytes]:
     for i in range(few):
         at, much = rng.randrange(len(whole)), rng.randint(1, 8)
         found[f"{much} other bytes at {at}"] = (
-            whole[:at] + rng.randbytes(much) + whole[at + much :]
-            if i % 2
-            else whole[:at] + whole[at + much :]
+            whole[:at] + rng.randbytes(much) + whole[at + much :] if i % 2 else whole[:at] + whole[at + much :]
         )
     header = len(whole) * 2
-    for what, size in {
-        "a header beyond the file": header,
-        "a header of 2^63": 2**63 - 1,
-        "no header": 0,
-    }.items():
+    for what, size in {"a header beyond the file": header, "a header of 2^63": 2**63 - 1, "no header": 0}.items():
         found[what] = size.to_bytes(8, "little") + whole[8:]
     found |= {
         "a pickle": pickle.dumps(Canary()), "zeros": bytes(len(whole)), "text": b"hello", "a list": b"[]",
@@ -295,9 +289,7 @@ def test_a_full_disk_is_an_error_that_leaves_no_half_file(
         with pytest.raises(pl.StoreError, match="No space left"):
             WRITERS[name](tmp_path)
     left = [p.name for p in tmp_path.rglob("*") if p.is_file()]
-    assert not [
-        n for n in left if n.endswith(".part") or n in ("run.json", "rows.parquet", "collect.json", "r", "m")
-    ]
+    assert not [n for n in left if n.endswith(".part") or n in ("run.json", "rows.parquet", "collect.json", "r", "m")]
     WRITERS[name](tmp_path)  # with room again the same call goes on
 
 

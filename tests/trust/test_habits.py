@@ -232,9 +232,7 @@ def test_whole_modules_that_lora_trained_beside_its_adapters_are_found() -> None
     [
         peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
         peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-        peft.LoraConfig(
-            task_type="CAUSAL_LM", r=2, alora_invocation_tokens=[1, 2], target_modules=["q_proj"]
-        ),
+        peft.LoraConfig(task_type="CAUSAL_LM", r=2, alora_invocation_tokens=[1, 2], target_modules=["q_proj"]),
         peft.PolyConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]),
     ],
     ids=lambda c: type(c).__name__,
@@ -276,9 +274,7 @@ def offloaded(family: str, folder: Path, how: str) -> nn.Module:
     del places[inner]
     for name, child in module.get_submodule(inner).named_children():
         blocks = isinstance(child, nn.ModuleList)
-        places |= (
-            {f"{inner}.{name}.{i}": "disk" if i == 1 else "cpu" for i in range(len(child))} if blocks else {}
-        )
+        places |= {f"{inner}.{name}.{i}": "disk" if i == 1 else "cpu" for i in range(len(child))} if blocks else {}
         places |= {} if blocks else {f"{inner}.{name}": "cpu"}
     return accelerate.dispatch_model(module, places, offload_dir=str(folder), main_device="cpu")
 
@@ -322,9 +318,7 @@ def test_weights_are_offloaded_again_after_an_exception(tmp_path: Path, family: 
         assert {name: p.device.type for name, p in user.named_parameters()} == before, point.name
 
 
-def test_skipping_blocks_brings_none_of_their_weights_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_skipping_blocks_brings_none_of_their_weights_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = pl.wrap(offloaded("neox", tmp_path, "one block"))
     resid = model(X, stop_at_layer=2)
     assert model.can_start_at(2)
@@ -352,9 +346,7 @@ def test_streams_of_two_offloaded_models_are_told_apart(tmp_path: Path) -> None:
     )
     with pytest.raises(pl.StoreError, match="another model"):
         pl.collect(pl.wrap(other), X, [RESID], out=tmp_path / "acts")
-    again = pl.collect(
-        pl.wrap(offloaded("neox", tmp_path / "c", "to the disk")), X, [RESID], out=tmp_path / "acts"
-    )
+    again = pl.collect(pl.wrap(offloaded("neox", tmp_path / "c", "to the disk")), X, [RESID], out=tmp_path / "acts")
     assert again[RESID].shape == (2, 6, zoo.WIDTH)
 
 
@@ -381,11 +373,7 @@ class Spread(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.norm, self.head = (
-            nn.Embedding(zoo.VOCAB, 8),
-            nn.LayerNorm(8),
-            nn.Linear(8, zoo.VOCAB),
-        )
+        self.embed, self.norm, self.head = (nn.Embedding(zoo.VOCAB, 8), nn.LayerNorm(8), nn.Linear(8, zoo.VOCAB))
         self.layers = nn.ModuleList([Spread.Block() for _ in range(3)])
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -547,10 +535,7 @@ def state_of_the_process() -> dict[str, Any]:
 @pytest.mark.parametrize("family", ["neox", "lstm-fused"])
 def test_no_primitive_leaves_a_trace_in_the_process(family: str) -> None:
     model = pl.wrap(zoo.build(family))
-    work = {
-        **PRIMITIVES,
-        "plot": lambda m: [PRIMITIVES_WITH_RESULTS[n](m).plot() for n in PRIMITIVES_WITH_RESULTS],
-    }
+    work = {**PRIMITIVES, "plot": lambda m: [PRIMITIVES_WITH_RESULTS[n](m).plot() for n in PRIMITIVES_WITH_RESULTS]}
     for name, call in work.items():
         call(model)  # what is imported for the first time may set up itself
         before = state_of_the_process()
@@ -559,10 +544,7 @@ def test_no_primitive_leaves_a_trace_in_the_process(family: str) -> None:
         assert {key for key in before if before[key] != after[key]} == set(), name
 
 
-PRIMITIVES_WITH_RESULTS: dict[str, Callable[[pl.HookedModel], Any]] = {
-    "probe": probed,
-    "collect": collected,
-}
+PRIMITIVES_WITH_RESULTS: dict[str, Callable[[pl.HookedModel], Any]] = {"probe": probed, "collect": collected}
 
 
 def test_a_trace_in_the_process_is_noticed() -> None:

@@ -68,15 +68,7 @@ class Some:
         return self.tensor(torch.int64)
 
     def anything(self) -> Any:
-        dtypes = (
-            torch.float32,
-            torch.float64,
-            torch.float16,
-            torch.bfloat16,
-            torch.int64,
-            torch.int32,
-            torch.bool,
-        )
+        dtypes = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)
         return self.rng.choice(JUNK) if self.chance(0.2) else self.tensor(self.rng.choice(dtypes))
 
     def labels(self) -> Any:
@@ -281,16 +273,12 @@ def test_metrics_are_those_of_numpy(lead: list[int], classes: int, dtype: torch.
     right = (x.argmax(-1) == y).astype(float)
     loss = -np.take_along_axis(log_p, y[..., None], -1)[..., 0]
     for found, wanted in ((metrics.accuracy, right), (metrics.cross_entropy, loss)):
-        each = [
-            w[k].mean() if k.any() else np.nan for w, k in zip(np.atleast_1d(wanted), np.atleast_1d(keep))
-        ]
+        each = [w[k].mean() if k.any() else np.nan for w, k in zip(np.atleast_1d(wanted), np.atleast_1d(keep))]
         assert np.allclose(found(logits, labels, mask), each, atol=2e-6, equal_nan=True)
         assert found(logits, labels, mask).shape == (lead[0],)
     if keep.any():
         per_class = [right[keep & (y == c)].mean() for c in range(classes) if (keep & (y == c)).any()]
-        assert float(metrics.balanced_accuracy(logits, labels, mask)) == pytest.approx(
-            np.mean(per_class), abs=1e-6
-        )
+        assert float(metrics.balanced_accuracy(logits, labels, mask)) == pytest.approx(np.mean(per_class), abs=1e-6)
     assert metrics.kl(logits, logits, mask).nan_to_num().abs().max() < 1e-6
     assert float(metrics.kl(logits, drawn(logits.shape, seed + 1)).min()) > -1e-6
     one, two = drawn((), seed), drawn((), seed + 1)
@@ -308,11 +296,7 @@ def test_intervals_hold_their_estimate_and_do_not_depend_on_the_form(
     assert bool((found.low <= found.estimate).all())
     assert bool((found.estimate <= found.high).all())
     flat = stats.hierarchical_bootstrap(
-        values.flatten(0, 1),
-        torch.arange(seeds).repeat_interleave(examples),
-        n_draws=50,
-        level=level,
-        seed=seed,
+        values.flatten(0, 1), torch.arange(seeds).repeat_interleave(examples), n_draws=50, level=level, seed=seed
     )
     assert torch.equal(flat.low, found.low)
     wider = stats.hierarchical_bootstrap(values, n_draws=50, level=0.999, seed=seed)
@@ -415,16 +399,8 @@ def test_edits_change_what_they_should_and_nothing_in_place(
 
 
 @few
-@given(
-    st.integers(1, 4),
-    st.integers(2, 4),
-    st.integers(30, 60),
-    st.sampled_from([torch.float32, torch.float64]),
-    SEED,
-)
-def test_probes_of_any_width_find_their_classes(
-    d: int, classes: int, n: int, dtype: torch.dtype, seed: int
-) -> None:
+@given(st.integers(1, 4), st.integers(2, 4), st.integers(30, 60), st.sampled_from([torch.float32, torch.float64]), SEED)
+def test_probes_of_any_width_find_their_classes(d: int, classes: int, n: int, dtype: torch.dtype, seed: int) -> None:
     x, y = drawn((n, d), seed, dtype), torch.arange(n) % classes
     x[:, 0] += 20 * y
     probe = pl.LinearProbe(C=10.0).fit(x, y)
@@ -480,12 +456,8 @@ TASKS = {
 
 
 @few
-@given(
-    st.sampled_from(list(TASKS)), st.booleans(), st.integers(1, 12), st.integers(1, 20), st.integers(0, 2**31)
-)
-def test_batches_of_any_size_are_what_a_task_says(
-    name: str, bos: bool, n: int, length: int, seed: int
-) -> None:
+@given(st.sampled_from(list(TASKS)), st.booleans(), st.integers(1, 12), st.integers(1, 20), st.integers(0, 2**31))
+def test_batches_of_any_size_are_what_a_task_says(name: str, bos: bool, n: int, length: int, seed: int) -> None:
     task = TASKS[name](bos)
     try:
         batch = task.sample(n, length, seed)
@@ -518,13 +490,9 @@ def test_the_batch_size_changes_no_number(batch_size: int, family: str) -> None:
         lambda size: pl.collect(model, batch, "layers", batch_size=size).tensors,
         lambda size: pl.patch(model, primitives.PAIRS, "layers", batch_size=size).values,
         lambda size: pl.attribute(model, primitives.PAIRS, "layers", batch_size=size).values,
+        lambda size: pl.ablate(model, other, spaces, label="state", refit=False, controls=1, batch_size=size).rows,
         lambda size: (
-            pl.ablate(model, other, spaces, label="state", refit=False, controls=1, batch_size=size).rows
-        ),
-        lambda size: (
-            pl.ablate_component(
-                model, other, "resid_post", "resample", target="state", draws=1, batch_size=size
-            ).rows
+            pl.ablate_component(model, other, "resid_post", "resample", target="state", draws=1, batch_size=size).rows
         ),
         lambda size: (
             pl.length_transfer(
@@ -544,10 +512,6 @@ def test_what_checks_an_argument_keeps_its_gradient() -> None:
     x = drawn((3, 4), 0).requires_grad_()
     one, two = drawn((), 1), drawn((), 2)
     space = subspaces.random(2, 4)
-    for out in (
-        space.project_out(x),
-        pl.leace(x, torch.tensor([0, 1, 0]))(x),
-        metrics.recovered(x, one, two),
-    ):
+    for out in (space.project_out(x), pl.leace(x, torch.tensor([0, 1, 0]))(x), metrics.recovered(x, one, two)):
         (grad,) = torch.autograd.grad(out.sum(), x)
         assert grad.any()

@@ -152,9 +152,7 @@ def chosen(pos: Any) -> list[int] | None:
 
 @settings(max_examples=120, deadline=None)
 @given(pos=POSITIONS, batch_size=st.integers(1, 6), family=st.sampled_from(FAMILIES))
-def test_collect_keeps_the_positions_asked_for_whatever_the_batch_size(
-    pos: Any, batch_size: int, family: str
-) -> None:
+def test_collect_keeps_the_positions_asked_for_whatever_the_batch_size(pos: Any, batch_size: int, family: str) -> None:
     model = MODELS[family]
     _, cache = model.run_with_cache(X, RESID)
     wanted = chosen(pos)
@@ -182,10 +180,7 @@ def test_batch_sizes_out_of_range(batch_size: int) -> None:
 
 
 @settings(max_examples=120, deadline=None)
-@given(
-    pos=st.one_of(st.integers(-9, 9), st.lists(st.integers(-9, 9), max_size=4)),
-    family=st.sampled_from(FAMILIES),
-)
+@given(pos=st.one_of(st.integers(-9, 9), st.lists(st.integers(-9, 9), max_size=4)), family=st.sampled_from(FAMILIES))
 def test_at_edits_these_positions_and_no_other(pos: Any, family: str) -> None:
     model = MODELS[family]
     if pos == []:
@@ -212,9 +207,7 @@ def test_masks_of_any_pattern_are_used_or_refused(data: st.DataObject, family: s
     model = MODELS[family]
     rows, width = data.draw(st.tuples(st.integers(1, 5), st.integers(1, 8)))
     mask = torch.tensor(
-        data.draw(
-            st.lists(st.lists(st.booleans(), min_size=width, max_size=width), min_size=rows, max_size=rows)
-        )
+        data.draw(st.lists(st.lists(st.booleans(), min_size=width, max_size=width), min_size=rows, max_size=rows))
     )
     if mask.shape != X.shape:
         with pytest.raises(pl.ShapeError, match="attention_mask"):
@@ -230,12 +223,7 @@ def test_masks_of_any_pattern_are_used_or_refused(data: st.DataObject, family: s
 def test_patch_with_any_positions_and_batch_size(data: st.DataObject) -> None:
     model = MODELS[data.draw(st.sampled_from(FAMILIES))]
     pos = data.draw(
-        st.one_of(
-            st.integers(-9, 9),
-            st.just("each"),
-            st.lists(st.integers(-9, 9), min_size=1, max_size=3),
-            st.none(),
-        )
+        st.one_of(st.integers(-9, 9), st.just("each"), st.lists(st.integers(-9, 9), min_size=1, max_size=3), st.none())
     )
     corrupted = X.clone()
     corrupted[:, 1] = (X[:, 1] + 1) % zoo.VOCAB
@@ -256,9 +244,7 @@ def test_hooks_that_return_anything_are_followed_or_refused(data: st.DataObject,
     model = MODELS[family]
     real = (4, LENGTH, zoo.WIDTH)
     shape = data.draw(
-        st.sampled_from(
-            [real, (4, LENGTH), (1, LENGTH, zoo.WIDTH), (4, LENGTH, 1), (), (0,), (4, 1, zoo.WIDTH)]
-        )
+        st.sampled_from([real, (4, LENGTH), (1, LENGTH, zoo.WIDTH), (4, LENGTH, 1), (), (0,), (4, 1, zoo.WIDTH)])
     )
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.float16, torch.int64, torch.bool]))
     other = data.draw(st.sampled_from(["tensor", 0, "text", [1], False]))
@@ -321,11 +307,7 @@ def test_an_interrupt_in_a_hook_leaves_nothing(family: str, error: type[BaseExce
             with contextlib.suppress(error):
                 model.run_with_hooks(X, [(name, hook)])
             clean(family)
-            with (
-                pytest.raises(error),
-                model.hooks([(name, Interrupting(0, error))]),
-                model.hooks([(RESID, hook)]),
-            ):
+            with pytest.raises(error), model.hooks([(name, Interrupting(0, error))]), model.hooks([(RESID, hook)]):
                 model(X)
             clean(family)
 
@@ -339,9 +321,7 @@ def interrupt_in(module: nn.Module, at: int) -> Any:
         if left[0] < 0:
             raise KeyboardInterrupt
 
-    before.__module__ = (
-        "torch"  # part of the model, not a hook of the user's, with which no stream is written
-    )
+    before.__module__ = "torch"  # part of the model, not a hook of the user's, with which no stream is written
     return module.register_forward_pre_hook(before)
 
 
@@ -369,9 +349,7 @@ def work(name: str, model: pl.HookedModel, folder: Path) -> None:
     elif name == "verify":
         model.verify(X)
     else:
-        with model.edit_weights(
-            {"blocks.1": torch.zeros_like} if False else {weight_of(model): torch.zeros_like}
-        ):
+        with model.edit_weights({"blocks.1": torch.zeros_like} if False else {weight_of(model): torch.zeros_like}):
             for _ in range(4):
                 model(X)
 
@@ -380,16 +358,12 @@ def weight_of(model: pl.HookedModel) -> str:
     return next(name for name, p in model.module.named_parameters() if p.ndim == 2)
 
 
-@pytest.mark.parametrize(
-    "name", ["collect", "collect to disk", "patch", "ablate", "cache", "verify", "edit_weights"]
-)
+@pytest.mark.parametrize("name", ["collect", "collect to disk", "patch", "ablate", "cache", "verify", "edit_weights"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ctrl_c_in_the_midst_of_a_primitive_leaves_nothing(tmp_path: Path, family: str, name: str) -> None:
     model = MODELS[family]
     weights = {key: value.clone() for key, value in model.module.state_dict().items()}
-    target = (
-        model.module.get_submodule(model.adapter.blocks[1]) if family != "lstm-fused" else model.module.head
-    )
+    target = model.module.get_submodule(model.adapter.blocks[1]) if family != "lstm-fused" else model.module.head
     for at in (0, 1, 3):
         handle = interrupt_in(target, at)  # type: ignore[arg-type]
         interrupted = False
@@ -513,9 +487,7 @@ def test_threads_have_hooks_of_their_own_on_one_model(family: str, name: str) ->
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("family", ["neox", "gpt2", "llama"])
-def test_a_hook_of_another_thread_that_comes_amid_a_run_changes_nothing_in_it(
-    family: str, padded: bool
-) -> None:
+def test_a_hook_of_another_thread_that_comes_amid_a_run_changes_nothing_in_it(family: str, padded: bool) -> None:
     # What the other thread does to this run, without the chance: the tapped attention takes over at block 1, with the
     # mask that was made for the model's own attention before block 0.
     module = zoo.build(family)
@@ -541,9 +513,7 @@ def test_a_hook_of_another_thread_that_comes_amid_a_run_changes_nothing_in_it(
 
 @settings(max_examples=150, deadline=None)
 @given(
-    key=st.one_of(
-        st.text(max_size=24), st.sampled_from(["..", "../x", "/etc", "a/../../b", ".", "abc/", "ABC", "a\0"])
-    )
+    key=st.one_of(st.text(max_size=24), st.sampled_from(["..", "../x", "/etc", "a/../../b", ".", "abc/", "ABC", "a\0"]))
 )
 def test_the_name_of_a_cell_cannot_leave_the_run_folder(key: str) -> None:
     store = Store("runs/x")
@@ -612,8 +582,7 @@ def test_two_processes_on_one_run_folder_both_finish_with_complete_rows(tmp_path
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     processes = [
-        subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
+        subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True) for _ in range(2)
     ]
     for process in processes:
         _, err = process.communicate(timeout=120)
@@ -629,13 +598,7 @@ def test_two_trainings_in_one_folder_leave_a_whole_checkpoint(tmp_path: Path) ->
     task = pl.tasks.Parity()
     config = pl.models.FormalConfig.for_task("gru", task, n_layers=1, d_model=8, hidden_size=8)
     train = pl.training.TrainConfig(
-        steps=60,
-        batch_size=8,
-        decay_steps=5,
-        length=6,
-        eval_sequences=8,
-        checkpoint_every=2,
-        target_accuracy=None,
+        steps=60, batch_size=8, decay_steps=5, length=6, eval_sequences=8, checkpoint_every=2, target_accuracy=None
     )
     wrong: list[BaseException] = []
     ends: list[dict[str, Tensor]] = []
@@ -658,9 +621,7 @@ def test_two_trainings_in_one_folder_leave_a_whole_checkpoint(tmp_path: Path) ->
     assert not wrong
     saved = pl.models.load(tmp_path).state_dict()
     for end in ends:
-        assert all(torch.equal(value, saved[key]) for key, value in end.items()), (
-            "the same run, the same weights"
-        )
+        assert all(torch.equal(value, saved[key]) for key, value in end.items()), "the same run, the same weights"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.safetensors", "train.safetensors"]
 
 
@@ -672,9 +633,7 @@ def test_code_of_a_checkpoint_runs_only_when_asked(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(
-        json.dumps(
-            {"model_type": "mine", "auto_map": {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}}
-        )
+        json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}})
     )
     (folder / "mine.py").write_text(
         f"open({str(trace)!r}, 'w').close()\nfrom transformers import PretrainedConfig\n"

@@ -43,9 +43,7 @@ class Readings:
         """Score the probes again on their test sequences, corrected for the frequency of the classes."""
         split = split_by_group(batch.groups, seed=seed)
         train, test = batch[split.train], batch[split.test]
-        counts = torch.bincount(
-            train.labels[label][train.mask], minlength=found.coef(found.sites[0], label).shape[0]
-        )
+        counts = torch.bincount(train.labels[label][train.mask], minlength=found.coef(found.sites[0], label).shape[0])
         prior = (counts / counts.sum()).log()
         hits = []
         for site in found.sites:
@@ -78,9 +76,7 @@ def guess(train: Batch, test: Batch, label: str, w: int, n_classes: int) -> Tens
         at, there = place[: len(keys[0])], place[len(keys[0]) :]
         keep = train.mask.flatten()
         cell = at[keep] * n_classes + train.labels[label].flatten()[keep]
-        table = (
-            torch.bincount(cell, minlength=(int(place.max()) + 1) * n_classes).double().reshape(-1, n_classes)
-        )
+        table = torch.bincount(cell, minlength=(int(place.max()) + 1) * n_classes).double().reshape(-1, n_classes)
         total = table.sum(-1, keepdim=True)
         asked = (table[there].reshape(asked.shape) + asked) / (total[there].reshape(*asked.shape[:2], 1) + 1)
     return (asked / prior.clamp_min(1e-12)).argmax(-1)

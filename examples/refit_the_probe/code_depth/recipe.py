@@ -177,10 +177,7 @@ def measured(found: pl.ProbeResult, own: Readings, bare: Readings, label: str) -
             **{f"{name}_balanced": value for name, value in own.guesses.items()},
         })  # fmt: skip
     base = max(own.guesses.values())
-    return [
-        *rows,
-        {"kind": "indices", "label": label, "baseline": base, **profile(own.balanced, own.drawn, base)},
-    ]
+    return [*rows, {"kind": "indices", "label": label, "baseline": base, **profile(own.balanced, own.drawn, base)}]
 
 
 def run(config: Config, progress: bool = True) -> Path:

@@ -33,9 +33,7 @@ def claims(rows: pd.DataFrame) -> list[Claim]:
     Dyck's side is: a Transformer reads depth at once, a state space model layer by layer.
     """
     made = []
-    found = (
-        rows[rows["kind"] == "indices"].sort_values("seed", kind="stable").drop_duplicates(["model", "label"])
-    )
+    found = rows[rows["kind"] == "indices"].sort_values("seed", kind="stable").drop_duplicates(["model", "label"])
     probes = rows[rows["kind"] == "probe"]
     for row in each(found):
         expected = "immediate" if row.arch == "transformer" else "gradual"
@@ -55,9 +53,7 @@ def claims(rows: pd.DataFrame) -> list[Claim]:
 def profiles(rows: pd.DataFrame) -> go.Figure:
     """Balanced accuracy by layer as a share of the model's depth, one line per model."""
     found = (
-        rows[rows["kind"] == "probe"]
-        .sort_values("seed", kind="stable")
-        .drop_duplicates(["model", "label", "layer"])
+        rows[rows["kind"] == "probe"].sort_values("seed", kind="stable").drop_duplicates(["model", "label", "layer"])
     )
     table = found.assign(
         accuracy=found["balanced_accuracy"], lo=found["balanced_lo"], hi=found["balanced_hi"],

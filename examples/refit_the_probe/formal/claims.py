@@ -11,20 +11,7 @@ from probelens.results.report import Claim
 
 __all__ = ["claims"]
 
-NEEDED = {
-    "span",
-    "length",
-    "accuracy",
-    "how",
-    "drop",
-    "lo",
-    "hi",
-    "verdict",
-    "com",
-    "n_params",
-    "what",
-    "label",
-}
+NEEDED = {"span", "length", "accuracy", "how", "drop", "lo", "hi", "verdict", "com", "n_params", "what", "label"}
 
 
 def claims(rows: pd.DataFrame) -> list[Claim]:

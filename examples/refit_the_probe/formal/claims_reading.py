@@ -24,11 +24,7 @@ def _sizes(rows: pd.DataFrame) -> list[Claim]:
     claim, paper = "1. Size: 4 layers, d_model 128, about 830K parameters where possible", "≈ 830K"
     found = rows_of(rows, "training", claim, paper).dropna(subset=["n_params"]).drop_duplicates("arch")
     said = ", ".join(f"{NAMES[r.arch]} {r.n_params / 1000:.0f}K" for r in each(found))
-    return [
-        Claim(
-            claim, paper, said, agrees=None, note="Mamba and Mamba-2 with their published blocks are smaller."
-        )
-    ]
+    return [Claim(claim, paper, said, agrees=None, note="Mamba and Mamba-2 with their published blocks are smaller.")]
 
 
 def _answers(rows: pd.DataFrame, claim: str, paper: str) -> pd.DataFrame:
@@ -117,9 +113,7 @@ def _order(rows: pd.DataFrame) -> list[Claim]:
         for low, high in itertools.pairwise(groups):
             verdicts.append(_compare(low, high) if low and high else None)
     both = None if len(said) < 2 else every(verdicts)
-    return [
-        Claim(claim, paper, "; ".join(said) or "not run", "mean of 60 to 120 tokens" if said else "", both)
-    ]
+    return [Claim(claim, paper, "; ".join(said) or "not run", "mean of 60 to 120 tokens" if said else "", both)]
 
 
 def _indices(rows: pd.DataFrame, claim: str, paper: str) -> pd.DataFrame:
@@ -132,13 +126,9 @@ def _words(found: pd.DataFrame) -> str:
     said = []
     for arch, part in found.groupby("arch", sort=False):
         counts = part["verdict"].value_counts(sort=False)
-        words = [
-            str(word) if len(part) == 1 else f"{word} in {n} of {len(part)}" for word, n in counts.items()
-        ]
+        words = [str(word) if len(part) == 1 else f"{word} in {n} of {len(part)}" for word, n in counts.items()]
         com = part["com"].dropna() if "com" in part else pd.Series(dtype=float)
-        said.append(
-            f"{NAMES[str(arch)]} {' / '.join(words)}" + (f" (COM {com.mean():.2f})" if len(com) else "")
-        )
+        said.append(f"{NAMES[str(arch)]} {' / '.join(words)}" + (f" (COM {com.mean():.2f})" if len(com) else ""))
     return ", ".join(said)
 
 
@@ -220,9 +210,7 @@ def _dyck(rows: pd.DataFrame) -> list[Claim]:
     found = found[(found["control"] == "task") & (found["task"] == "dyck") & (found["span"] == "late")]
     made = []
     for label in LABELS["dyck"]:
-        part = found[
-            (found["arch"] == "transformer") & (found["label"] == label) & found["layer"].isin([0, 1])
-        ]
+        part = found[(found["arch"] == "transformer") & (found["label"] == label) & found["layer"].isin([0, 1])]
         name = claim if label == "depth" else "4. Dyck, innermost bracket: the same"
         if part.empty:
             made.append(Missing(name, paper).claim)
@@ -280,17 +268,11 @@ def _groups(
 
 def _coms(found: pd.DataFrame) -> dict[tuple[str, str, str], tuple[float, float, float]]:
     """Centre of mass with its interval, by architecture, task and label."""
-    return {
-        (r.arch, r.task, r.label): (float(r.com), float(r.com_lo), float(r.com_hi))
-        for r in each(_pooled(found))
-    }
+    return {(r.arch, r.task, r.label): (float(r.com), float(r.com_lo), float(r.com_hi)) for r in each(_pooled(found))}
 
 
 def _reversal(rows: pd.DataFrame) -> list[Claim]:
-    claim, paper = (
-        "(title of v1) From Parity to Dyck the families swap their order",
-        "they do; no number known",
-    )
+    claim, paper = ("(title of v1) From Parity to Dyck the families swap their order", "they do; no number known")
     found = _indices(rows, claim, paper)
     if "com" not in found:
         raise Missing(claim, paper)
@@ -306,9 +288,7 @@ def _reversal(rows: pd.DataFrame) -> list[Claim]:
             verdicts.append(True if lo > 0 else False if hi < 0 else None)
     if not said:
         raise Missing(claim, paper)
-    note = (
-        "COM of the family minus that of the Transformer, on Parity less on Dyck: above 0 where it reverses."
-    )
+    note = "COM of the family minus that of the Transformer, on Parity less on Dyck: above 0 where it reverses."
     return [Claim(claim, paper, ", ".join(said), "; ".join(bounds), every(verdicts), note)]
 
 
@@ -318,10 +298,7 @@ def _grouping(rows: pd.DataFrame) -> list[Claim]:
 
 
 def _counter(rows: pd.DataFrame) -> list[Claim]:
-    claim, paper = (
-        "(added) Counter, a clipped sum without a stack, groups with Dyck depth",
-        "not in the paper",
-    )
+    claim, paper = ("(added) Counter, a clipped sum without a stack, groups with Dyck depth", "not in the paper")
     note = "Clipping isn't linear, so a Counter that lies elsewhere doesn't show that depth needs a stack."
     keys = ("counter", "depth"), ("dyck", "depth"), ("parity", "state")
     return [_groups(rows, claim, paper, *keys, note)]

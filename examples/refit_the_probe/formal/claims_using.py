@@ -36,10 +36,7 @@ def _inner(rows: pd.DataFrame, what: str, claim: str, paper: str) -> pd.DataFram
     """
     found = rows_of(rows, "ablation", claim, paper)
     found = found[
-        (found["what"] == what)
-        & (found["layer"] >= 0)
-        & (found["layer"] < LAST)
-        & (found["verdict"] != "floor")
+        (found["what"] == what) & (found["layer"] >= 0) & (found["layer"] < LAST) & (found["verdict"] != "floor")
     ]
     if found.empty:
         raise Missing(claim, paper)
@@ -57,10 +54,7 @@ def _largest(found: pd.DataFrame, by: list[str]) -> pd.DataFrame:
 
 
 def _direction(rows: pd.DataFrame) -> list[Claim]:
-    claim, paper = (
-        "6. Ablating the best probe direction costs much accuracy (Parity, Dyck)",
-        "much, no number known",
-    )
+    claim, paper = ("6. Ablating the best probe direction costs much accuracy (Parity, Dyck)", "much, no number known")
     found = _inner(rows, "direction", claim, paper)
     found = found[found["task"].isin(["parity", "dyck"])]
     if found.empty:
@@ -70,9 +64,7 @@ def _direction(rows: pd.DataFrame) -> list[Claim]:
     said = ", ".join(f"{n} {r.drop:.1%}" for n, r in zip(names, each(worst), strict=True))
     verdict = every(above(r, MUCH, "drop") for _, r in worst.iterrows())
     note = f"Much is {MUCH:.0%}."
-    made = [
-        Claim(claim, paper, f"largest of the inner layers: {said}", intervals(worst, names), verdict, note)
-    ]
+    made = [Claim(claim, paper, f"largest of the inner layers: {said}", intervals(worst, names), verdict, note)]
     claim = "6. The same at 80, 100 and 120 tokens, frozen at 40, beyond the 40th"
     try:
         longer = rows_of(rows, "length", claim, paper)
@@ -88,9 +80,7 @@ def _direction(rows: pd.DataFrame) -> list[Claim]:
     worst = longer[~longer["floor"].astype(bool)]
     counted = set(zip(worst["model"], worst["cell"], strict=True))
     lost = [
-        f"{m} {c}"
-        for m, c in dict.fromkeys(zip(longer["model"], longer["cell"], strict=True))
-        if (m, c) not in counted
+        f"{m} {c}" for m, c in dict.fromkeys(zip(longer["model"], longer["cell"], strict=True)) if (m, c) not in counted
     ]
     note = f"Left out, within 0.2 of chance there: {', '.join(lost)}." if lost else ""
     if worst.empty:
@@ -103,9 +93,7 @@ def _direction(rows: pd.DataFrame) -> list[Claim]:
 
 
 def _convolution(rows: pd.DataFrame) -> list[Claim]:
-    behaviour = rows[
-        (rows["kind"] == "behaviour") & (rows["arch"] == "mamba") & (rows["embedding_std"] == 0.02)
-    ]
+    behaviour = rows[(rows["kind"] == "behaviour") & (rows["arch"] == "mamba") & (rows["embedding_std"] == 0.02)]
     test_time = rows[(rows["kind"] == "convolution") & (rows["arch"] == "mamba")]
     said: dict[str, list[str]] = {task: [] for task in PAPER_CONV}
     gaps = {task: _gaps(behaviour[behaviour["task"] == task]) for task in PAPER_CONV}
@@ -131,11 +119,7 @@ def _convolution(rows: pd.DataFrame) -> list[Claim]:
                 said[task].append(f"sign-flip p {p[task]:.3f}, after Holm")
                 differs = p[task] < 0.05
                 verdict = (
-                    not differs
-                    if task == "dyck"
-                    else bool((here["mean"] > 0) == (paper > 0))
-                    if differs
-                    else None
+                    not differs if task == "dyck" else bool((here["mean"] > 0) == (paper > 0)) if differs else None
                 )
         elif len(behaviour[(behaviour["task"] == task) & ~behaviour["convolution"].astype(bool)]):
             said[task].append("one of the two did not learn the task")
@@ -147,11 +131,7 @@ def _convolution(rows: pd.DataFrame) -> list[Claim]:
         if len(past):
             said[task].append(f"past taps zeroed in the trained model {-100 * past['drop'].mean():+.1f}")
         number = f"{paper:+.2f} points" + (", not significant" if task == "dyck" else "")
-        note = (
-            f"A sign-flip test needs at least {SEEDS} seeds for p < 0.05."
-            if said[task] and task not in p
-            else ""
-        )
+        note = f"A sign-flip test needs at least {SEEDS} seeds for p < 0.05." if said[task] and task not in p else ""
         made.append(
             Claim(
                 f"7. Mamba without its convolution: {TITLES[task]}",
@@ -171,18 +151,14 @@ def _gaps(behaviour: pd.DataFrame) -> pd.DataFrame:
     Columns: ``first``, at the length of training, which is kept in ``attrs["at"]``, and ``mean``, over all lengths.
     """
     part = behaviour[behaviour["span"] == "all"]
-    table = part.pivot_table(
-        index=["train_seed", "length"], columns="convolution", values="accuracy"
-    ).dropna()
+    table = part.pivot_table(index=["train_seed", "length"], columns="convolution", values="accuracy").dropna()
     if not {True, False} <= set(table.columns) or table.empty:
         return pd.DataFrame({"first": [], "mean": []})
     at = float(part["length"].min())
     with_it = of_learned(behaviour[behaviour["convolution"].astype(bool)])
     able = set(with_it[with_it["n_learned"] > 0]["train_seed"])
     gap = 100 * (table[False] - table[True])
-    found = pd.DataFrame(
-        {"first": gap.xs(at, level="length"), "mean": gap.groupby(level="train_seed").mean()}
-    )
+    found = pd.DataFrame({"first": gap.xs(at, level="length"), "mean": gap.groupby(level="train_seed").mean()})
     found = found[found.index.isin(able)]
     found.attrs["at"] = at
     return found

@@ -48,12 +48,8 @@ def embedding_scale(rows: pd.DataFrame) -> go.Figure | None:
     found = found[found["arch"].isin(["lstm", "gru"]) & found["task"].isin(["parity", "s3"])]
     if found["embedding_std"].nunique() < 2:
         return None
-    found = found.assign(
-        cell=found["model"] + ", " + found["cell"], std=found["embedding_std"].map("std {:g}".format)
-    )
-    table = over_seeds(
-        found.sort_values("embedding_std", kind="stable"), ["cell", "std", "layer"], "accuracy"
-    )
+    found = found.assign(cell=found["model"] + ", " + found["cell"], std=found["embedding_std"].map("std {:g}".format))
+    table = over_seeds(found.sort_values("embedding_std", kind="stable"), ["cell", "std", "layer"], "accuracy")
     return plots.layer_profile(
         table.astype({"layer": int}), color="std", facet="cell", baselines={"majority": "majority class"}
     )
@@ -65,9 +61,7 @@ def ablations(rows: pd.DataFrame, task: str) -> go.Figure | None:
     if found.empty:
         return None
     table = over_seeds(found, ["cell", "what", "layer"], "drop").astype({"layer": int})
-    return plots.layer_profile(
-        table, y="drop", color="what", facet="cell", baselines={}, y_label="drop in accuracy"
-    )
+    return plots.layer_profile(table, y="drop", color="what", facet="cell", baselines={}, y_label="drop in accuracy")
 
 
 def refits(rows: pd.DataFrame, task: str) -> go.Figure | None:
@@ -86,9 +80,7 @@ def _of_task(rows: pd.DataFrame, task: str) -> pd.DataFrame:
     found = main_cells(rows, "ablation")
     found = found[found["task"] == task]
     return (
-        found
-        if found.empty
-        else found.assign(cell=found["model"] + ", " + found["cell"], what=found["what"].map(WHAT))
+        found if found.empty else found.assign(cell=found["model"] + ", " + found["cell"], what=found["what"].map(WHAT))
     )
 
 
@@ -107,14 +99,12 @@ def transfer(rows: pd.DataFrame) -> go.Figure | None:
     beyond = found[(found["length"] > trained) & (found["span"] == "beyond") & ~found["floor"].astype(bool)]
     at = over_seeds(first, ["cell", "model", "what", "layer"], "drop").sort_values("drop", ascending=False)
     worst = at.drop_duplicates(["cell", "model", "what"])[["cell", "model", "what", "layer"]]
-    table = over_seeds(
-        pd.concat([first, beyond]).merge(worst), ["cell", "model", "what", "length"], "drop"
-    ).astype({"length": int})
+    table = over_seeds(pd.concat([first, beyond]).merge(worst), ["cell", "model", "what", "length"], "drop").astype(
+        {"length": int}
+    )
     table = table.assign(cell=table["cell"] + ", " + table["what"].map(WHAT))
     table = table.sort_values(["_task", "cell", "_arch", "length"], kind="stable")
-    return plots.length_curve(
-        table, y="drop", color="model", facet="cell", y_label="largest drop", train_length=40
-    )
+    return plots.length_curve(table, y="drop", color="model", facet="cell", y_label="largest drop", train_length=40)
 
 
 FIGURES: dict[str, tuple[Callable[[pd.DataFrame], go.Figure | None], str]] = {

@@ -91,9 +91,7 @@ class Config:
                     found.append(self._cell("mamba", task, seed, parts=(), convolution=False))
         return found
 
-    def _cell(
-        self, arch: str, task: str, seed: int, parts: tuple[str, ...], **changed: Any
-    ) -> dict[str, Any]:
+    def _cell(self, arch: str, task: str, seed: int, parts: tuple[str, ...], **changed: Any) -> dict[str, Any]:
         name = f"{NAMES[arch]} {TITLES[task]}"
         if "embedding_std" in changed:
             name += f", embedding std {changed['embedding_std']:g}"

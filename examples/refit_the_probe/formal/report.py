@@ -25,12 +25,7 @@ LEAD = (
     "single-direction ablations; its second version took that conclusion back. Both are compared with the results here."
 )
 SECTIONS = (
-    (
-        "Behaviour",
-        ("behaviour",),
-        "How well the models answer, at the trained length and beyond it.",
-        ("interval",),
-    ),
+    ("Behaviour", ("behaviour",), "How well the models answer, at the trained length and beyond it.", ("interval",)),
     (
         "Readable",
         ("profiles", "embedding"),
@@ -55,9 +50,7 @@ def write(rows: pd.DataFrame, config: Any, record: RunRecord) -> Path:
     cells = rows[list(CELL)].drop_duplicates()
     sections = []
     for title, names, text, explain in SECTIONS:
-        charts = [
-            Chart(figure, FIGURES[n][1], name=n) for n in names if (figure := FIGURES[n][0](rows)) is not None
-        ]
+        charts = [Chart(figure, FIGURES[n][1], name=n) for n in names if (figure := FIGURES[n][0](rows)) is not None]
         sections.append(Section(title, text, charts, explain=explain))
     sections.append(
         Section("Patched", "What a middle position patched at the final layer can mean.", tables=_sites(rows))

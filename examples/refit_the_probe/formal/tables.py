@@ -54,13 +54,9 @@ def cells_table(rows: pd.DataFrame) -> str:
         for label in LABELS[str(task)]:
             of = probes[probes["label"] == label].sort_values("layer")
             if len(of):
-                values = " ".join(
-                    f"{a:.2f} ({u:.2f})" for a, u in zip(of["accuracy"], of["untrained"], strict=True)
-                )
+                values = " ".join(f"{a:.2f} ({u:.2f})" for a, u in zip(of["accuracy"], of["untrained"], strict=True))
                 read.append(f"{label}: {values}" if len(LABELS[str(task)]) > 1 else values)
-        lines.append(
-            f"| {name} | {seed:.0f} | {steps} | {training['cpu_seconds']:.0f} | {said} | {'; '.join(read)} |"
-        )
+        lines.append(f"| {name} | {seed:.0f} | {steps} | {training['cpu_seconds']:.0f} | {said} | {'; '.join(read)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -86,17 +82,13 @@ def controls_table(rows: pd.DataFrame) -> str:
 
 def sites_table(rows: pd.DataFrame) -> str:
     """Recovery by patching site, one column per model."""
-    found = (
-        main_cells(rows, "site").dropna(subset=["recovery"]) if "site" in set(rows["kind"]) else rows.iloc[:0]
-    )
+    found = main_cells(rows, "site").dropna(subset=["recovery"]) if "site" in set(rows["kind"]) else rows.iloc[:0]
     if found.empty:
         return ""
     found = found.assign(
         column=found["model"]
         + ", "
-        + found["cell"].where(
-            found["pairs"].isna(), found["task"].map(TITLES) + " " + found["pairs"].astype(str)
-        )
+        + found["cell"].where(found["pairs"].isna(), found["task"].map(TITLES) + " " + found["pairs"].astype(str))
     )
     columns = list(dict.fromkeys(found["column"]))
     lines = ["| model, pairs | " + " | ".join(dict.fromkeys(found["site"])) + " |"]

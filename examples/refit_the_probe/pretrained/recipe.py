@@ -21,14 +21,7 @@ from typing import Any
 import probelens as pl
 from probelens.examples.refit_the_probe.pretrained.words import InVocabulary
 from probelens.examples.refit_the_probe.shared.measuring import BATCH, Cell, measure
-from probelens.examples.refit_the_probe.shared.models import (
-    device_of,
-    identity,
-    is_mamba,
-    mixed,
-    quiet,
-    untrained,
-)
+from probelens.examples.refit_the_probe.shared.models import device_of, identity, is_mamba, mixed, quiet, untrained
 from probelens.examples.refit_the_probe.shared.setup import LABELS, PROBED, TASKS, TITLES, make_task
 from probelens.experiments import RunRecord, Status
 from probelens.experiments.recipe import finished_rows, run_recipe, settings_of
@@ -71,11 +64,7 @@ class Config:
     """
 
     out: str = "runs/paper-pretrained"
-    model: tuple[str, ...] = (
-        "EleutherAI/pythia-160m",
-        "EleutherAI/pythia-410m",
-        "state-spaces/mamba-130m-hf",
-    )
+    model: tuple[str, ...] = ("EleutherAI/pythia-160m", "EleutherAI/pythia-410m", "state-spaces/mamba-130m-hf")
     revision: str | None = None
     tasks: tuple[str, ...] = ("parity", "s3", "dyck")
     seeds: tuple[int, ...] = (0,)
@@ -181,9 +170,7 @@ def run_cell(config: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
     rows[-1] |= {"n_params": trained.n_params, "learned": trained.reached, "cpu_seconds": trained.cpu_seconds,
                  "symbols": " ".join(task.symbols), "answers": " ".join(task.answers)}  # fmt: skip
     cell = PretrainedCell(config, folder, model, task)
-    cell.labels = tuple(
-        name for name in LABELS[config["task"]] if name in config["labels"] or not config["labels"]
-    )
+    cell.labels = tuple(name for name in LABELS[config["task"]] if name in config["labels"] or not config["labels"])
     if cell.behaviour().accuracy(config["length"]) < config["least"]:
         cell.config = {**config, "parts": ["probes"]}
     original = cell.before(load(config))

@@ -10,14 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from probelens.examples.refit_the_probe.shared.claims import (
-    INLP,
-    every,
-    inlp_claim,
-    readable,
-    refit_claim,
-    with_known,
-)
+from probelens.examples.refit_the_probe.shared.claims import INLP, every, inlp_claim, readable, refit_claim, with_known
 from probelens.examples.refit_the_probe.shared.pages import write_claims
 from probelens.examples.refit_the_probe.shared.rows import best, each, learned_only
 from probelens.examples.refit_the_probe.shared.setup import LABELS, TITLES, WHAT
@@ -42,10 +35,7 @@ def named(rows: pd.DataFrame, kind: str) -> pd.DataFrame:
     """Rows of one kind, with a column ``cell`` for task and label."""
     found = rows[rows["kind"] == kind]
     label = found["label"] if "label" in found else found["task"]
-    many = [
-        isinstance(name, str) and len(LABELS[task]) > 1
-        for name, task in zip(label, found["task"], strict=True)
-    ]
+    many = [isinstance(name, str) and len(LABELS[task]) > 1 for name, task in zip(label, found["task"], strict=True)]
     cell = [TITLES[t] + (f": {n}" if m else "") for t, n, m in zip(found["task"], label, many, strict=True)]
     return found.assign(cell=cell)
 
@@ -114,19 +104,11 @@ def _dyck(at: pd.DataFrame) -> list[Claim]:
                 Claim(three, "L4 to L18", "not run")]  # fmt: skip
     found_rows = list(each(found))
     middle = [
-        False
-        if r.drop_hi < 0.5 or not 0 <= r.damaging_layer < r.n_layers - 1
-        else True
-        if r.drop_lo > 0.5
-        else None
+        False if r.drop_hi < 0.5 or not 0 <= r.damaging_layer < r.n_layers - 1 else True if r.drop_lo > 0.5 else None
         for r in found_rows
     ]
     weaker = [
-        True
-        if 2 * r.drop_at_readable_hi < r.drop_lo
-        else False
-        if 2 * r.drop_at_readable_lo > r.drop_hi
-        else None
+        True if 2 * r.drop_at_readable_hi < r.drop_lo else False if 2 * r.drop_at_readable_lo > r.drop_hi else None
         for r in found_rows
     ]
     return [
@@ -155,9 +137,7 @@ def _inert(rows: pd.DataFrame) -> list[Claim]:
     span = "; ".join(_range(r.lo, r.hi) for r in each(worst))
     last = found[found["layer"] == found["n_layers"] - 1]
     final = "; ".join(f"{_who(r)} {r.probe_accuracy:.1%}" for r in each(last))
-    return [
-        Claim(claim, "at most 0.2 %", said, span, every(verdicts), f"Readable at the final layer: {final}.")
-    ]
+    return [Claim(claim, "at most 0.2 %", said, span, every(verdicts), f"Readable at the final layer: {final}.")]
 
 
 def _patching(rows: pd.DataFrame) -> list[Claim]:
@@ -173,8 +153,7 @@ def _patching(rows: pd.DataFrame) -> list[Claim]:
     if found.empty:
         return [Claim(claim, paper, "no pair is answered correctly")]
     said = [
-        f"{model} {TITLES[str(task)]} ({pairs}): "
-        + ", ".join(f"{r.site} {r.recovery:.2f}" for r in each(part))
+        f"{model} {TITLES[str(task)]} ({pairs}): " + ", ".join(f"{r.site} {r.recovery:.2f}" for r in each(part))
         for (model, task, pairs), part in found.groupby(["model", "task", "pairs"], sort=False)
     ]
     near: dict[str, bool | None] = {
@@ -207,9 +186,7 @@ def _refit(rows: pd.DataFrame) -> list[Claim]:
     for what, name in (("direction", "the best direction"), ("rows", "all rows of the probe")):
         claim, found = f"A. A probe refitted after removing {name} recovers", _inner(rows, what)
         made.append(
-            refit_claim(claim, "in every cell", found)
-            if len(found)
-            else Claim(claim, "in every cell", "not run")
+            refit_claim(claim, "in every cell", found) if len(found) else Claim(claim, "in every cell", "not run")
         )
     return made
 
@@ -223,10 +200,7 @@ def _inlp(rows: pd.DataFrame) -> list[Claim]:
 
 
 def _apart(at: pd.DataFrame) -> list[Claim]:
-    claim, paper = (
-        "C. The most readable layer is not the most damaging one, in any pretrained model",
-        "in none",
-    )
+    claim, paper = ("C. The most readable layer is not the most damaging one, in any pretrained model", "in none")
     if at.empty:
         return [Claim(claim, paper, "not run")]
     found_rows = list(each(at))
@@ -234,9 +208,7 @@ def _apart(at: pd.DataFrame) -> list[Claim]:
         f"{_who(r)}: readable L{r.readable_layer} ({r.accuracy:.1%}), damaging L{r.damaging_layer} ({r.drop:.1%})"
         for r in found_rows
     )
-    note = "; ".join(
-        f"{_who(r)}: {r.as_readable} sites are within the best one's interval" for r in found_rows
-    )
+    note = "; ".join(f"{_who(r)}: {r.as_readable} sites are within the best one's interval" for r in found_rows)
     return [Claim(claim, paper, said, "", every(_differ(r) for r in found_rows), note)]
 
 
@@ -265,9 +237,7 @@ def figures(rows: pd.DataFrame) -> list[Chart]:
     cuts = named(rows, "ablation")
     if cuts.empty:
         return made
-    cuts = cuts.assign(panel=cuts["model"] + ", " + cuts["cell"], what=cuts["what"].map(WHAT)).astype(
-        {"layer": int}
-    )
+    cuts = cuts.assign(panel=cuts["model"] + ", " + cuts["cell"], what=cuts["what"].map(WHAT)).astype({"layer": int})
     cuts = cuts.sort_values("train_seed", kind="stable").drop_duplicates(["panel", "what", "layer"])
     for y, said, label in (
         ("drop", "What taking the variable out at one layer costs.", "drop in accuracy, points"),
@@ -290,9 +260,7 @@ def write(rows: pd.DataFrame, config: Any, record: RunRecord) -> Path:
     tables = [Table("Accuracy of the fine-tuned models' answers", own, name="behaviour", open=True)]
     learned = learned_only(rows, CELL, LEARNED)
     if "ablation" in set(learned["kind"]):
-        tables.append(
-            Table("Most readable and most damaging layer", layers(learned), name="layers", open=True)
-        )
+        tables.append(Table("Most readable and most damaging layer", layers(learned), name="layers", open=True))
     sites = named(rows, "site")
     if len(sites):
         kept = ["model", "cell", "pairs", "site", "read", "expected", "recovery", "lo", "hi", "n", "holds", "why", "problem", "description"]  # fmt: skip

@@ -40,24 +40,16 @@ def layers_table(rows: pd.DataFrame) -> str:
     ]
     answers = answered(rows)
     for (model, task, seed), part in rows.groupby(["model", "task", "train_seed"], sort=False):
-        own = answers[
-            (answers["model"] == model) & (answers["task"] == task) & (answers["train_seed"] == seed)
-        ]
+        own = answers[(answers["model"] == model) & (answers["task"] == task) & (answers["train_seed"] == seed)]
         training = part[part["kind"] == "training"].dropna(subset=["n_params"]).iloc[-1]
         probes = named(part, "probe")
         probes = probes[(probes["control"] == "task") & (probes["span"] == "all")]
         before = named(part, "probe_before")
         before = before[before["control"] == "task"]
-        cuts = (
-            part[(part["kind"] == "ablation") & (part["what"] == "direction")]
-            if "what" in part
-            else part.iloc[:0]
-        )
+        cuts = part[(part["kind"] == "ablation") & (part["what"] == "direction")] if "what" in part else part.iloc[:0]
         read, cost = [], []
         for cell in dict.fromkeys(probes["cell"]):
-            now, then = (
-                p[p["cell"] == cell].sort_values("layer")["accuracy"].tolist() for p in (probes, before)
-            )
+            now, then = (p[p["cell"] == cell].sort_values("layer")["accuracy"].tolist() for p in (probes, before))
             bare = probes[probes["cell"] == cell].sort_values("layer")["untrained"].tolist()
             values = [f"{a:.2f} ({b:.2f}; {c:.2f})" for a, b, c in zip(now, then, bare, strict=True)]
             read.append(f"{cell.partition(': ')[2]} {' '.join(values)}".strip())
@@ -78,16 +70,12 @@ def sites_table(rows: pd.DataFrame) -> str:
     if found.empty:
         return ""
     names = list(dict.fromkeys(found["site"]))
-    lines = [
-        "| model, pairs | " + " | ".join(f"{n} (= {FORCED[n]})" if n in FORCED else n for n in names) + " |"
-    ]
+    lines = ["| model, pairs | " + " | ".join(f"{n} (= {FORCED[n]})" if n in FORCED else n for n in names) + " |"]
     lines.append("|---" * (1 + len(names)) + "|")
     for (model, task, pairs), part in found.groupby(["model", "task", "pairs"], sort=False):
         said = {
             r.site: f"{r.recovery:.2f}" + ("" if r.site in FORCED else f" ({r.lo:.2f} to {r.hi:.2f})")
             for r in each(part)
         }
-        lines.append(
-            f"| {model}, {task} {pairs} | " + " | ".join(said.get(name, "") for name in names) + " |"
-        )
+        lines.append(f"| {model}, {task} {pairs} | " + " | ".join(said.get(name, "") for name in names) + " |")
     return "\n".join(lines) + "\n"

@@ -69,9 +69,7 @@ class InVocabulary(Task):
         self._ids = torch.tensor(ids)
         self._answer_ids = torch.tensor([_one(tokenizer, name) for name in self.answers])
         if len(set(ids)) < len(ids) or len(set(self._answer_ids.tolist())) < classes:
-            raise pl.InputError(
-                f"two symbols or two classes of {task.name} are one and the same token: {ids}"
-            )
+            raise pl.InputError(f"two symbols or two classes of {task.name} are one and the same token: {ids}")
         vocab = [
             f"<{i}>" if name is None else name
             for i, name in enumerate(tokenizer.convert_ids_to_tokens(list(range(len(tokenizer)))))
@@ -106,9 +104,7 @@ class InVocabulary(Task):
     def n_strings(self, length: int) -> int | None:
         return self.task.n_strings(length)
 
-    def pairs(
-        self, n: int, length: int = 40, seed: int = 0, *, label: str | None = None, **options: Any
-    ) -> PatchPairs:
+    def pairs(self, n: int, length: int = 40, seed: int = 0, *, label: str | None = None, **options: Any) -> PatchPairs:
         """The task's pairs, with tokens and answers in this vocabulary.
 
         Args:

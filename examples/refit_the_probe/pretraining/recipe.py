@@ -159,9 +159,7 @@ def texts(corpus: str, vocab: int, most: int | None) -> tuple[np.ndarray, np.nda
     return ids(seen), ids(unseen), tokenizer
 
 
-def predicted(
-    model: pl.HookedModel, held: NextToken, seen: np.ndarray, config: Mapping[str, Any]
-) -> dict[str, float]:
+def predicted(model: pl.HookedModel, held: NextToken, seen: np.ndarray, config: Mapping[str, Any]) -> dict[str, float]:
     """Loss on unseen modules, beside that of guessing by frequency."""
     windows = held.sample(200, length=config["length"], seed=config["seed"]).tokens
     with torch.no_grad(), model.evaluating():

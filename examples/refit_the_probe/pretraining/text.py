@@ -37,9 +37,7 @@ def make_tokenizer(texts: Iterable[str], size: int) -> Any:
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
     raw.train_from_iterator(texts, trainer)
     return transformers.PreTrainedTokenizerFast(tokenizer_object=raw, bos_token=END, eos_token=END)
 

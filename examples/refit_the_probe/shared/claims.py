@@ -85,9 +85,7 @@ def recovered(found: pd.DataFrame) -> list[bool | None]:
     return [True if b <= MARGIN else False if a > MARGIN else None for a, b in zip(lo, hi, strict=True)]
 
 
-def combined(
-    parts: Sequence[tuple[float, float, float]], weights: Sequence[float]
-) -> tuple[float, float, float]:
+def combined(parts: Sequence[tuple[float, float, float]], weights: Sequence[float]) -> tuple[float, float, float]:
     """Weighted sum of independent estimates, each (value, lo, hi), with its interval from theirs.
 
     Source:
@@ -96,10 +94,7 @@ def combined(
     """
     pairs = list(zip(weights, parts, strict=True))
     value = sum(w * p[0] for w, p in pairs)
-    down, up = (
-        math.sqrt(sum((w * (p[0] - p[side if w > 0 else 3 - side])) ** 2 for w, p in pairs))
-        for side in (1, 2)
-    )
+    down, up = (math.sqrt(sum((w * (p[0] - p[side if w > 0 else 3 - side])) ** 2 for w, p in pairs)) for side in (1, 2))
     return value, value - down, value + up
 
 
@@ -121,11 +116,7 @@ FEW = 5  # layers; of fewer no share is worth a verdict
 
 def with_known(found: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     """Ablations with the column ``known``: the best guess of the label, the last tokens' among them."""
-    keys = [
-        k
-        for k in ("model", "arch", "task", "train_seed", "embedding_std", "convolution", "label")
-        if k in rows
-    ]
+    keys = [k for k in ("model", "arch", "task", "train_seed", "embedding_std", "convolution", "label") if k in rows]
     if "last_w" not in rows or rows["last_w"].isna().all():
         return found.assign(known=found["baseline"])
     last = rows[rows["kind"] == "probe"].groupby(keys, dropna=False)["last_w"].max().rename("_last")
@@ -145,9 +136,7 @@ def refit_claim(claim: str, paper: str, found: pd.DataFrame) -> Claim:
     if found.empty:
         return Claim(claim, paper, "nothing is readable at an inner layer")
     back = recovered(found)
-    cells = (
-        found.assign(back=[b is True for b in back]).groupby(["model", "cell", "train_seed"])["back"].all()
-    )
+    cells = found.assign(back=[b is True for b in back]).groupby(["model", "cell", "train_seed"])["back"].all()
     said = f"at {back.count(True)} of {len(found)} readable inner layers; in {cells.sum()} of {len(cells)} cells at every one"
     if None in back:
         said += f"; open at {back.count(None)}"

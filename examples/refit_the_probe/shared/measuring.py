@@ -146,9 +146,7 @@ class Cell:
 
     def sites(self, name: str) -> PatchSitesResult:
         """Every reading of "patch a middle position at the final layer"."""
-        pairs = self.task.pairs(
-            self.config["n_pairs"], self.length, self.seed, **PAIRS[self.config["task"]][name]
-        )
+        pairs = self.task.pairs(self.config["n_pairs"], self.length, self.seed, **PAIRS[self.config["task"]][name])
         return self.part(
             f"sites_{name}", PatchSitesResult, lambda: pl.patch_sites(self.model, pairs, batch_size=BATCH, seed=self.seed)
         )  # fmt: skip

@@ -24,9 +24,7 @@ def write_pictures(figures: Mapping[str, go.Figure | None], folder: Path) -> Non
     for name, figure in figures.items():
         if figure is not None:
             with atomic_path(folder / f"{name}.svg") as part:
-                figure.update_layout(paper_bgcolor="white", plot_bgcolor="white").write_image(
-                    part, format="svg"
-                )
+                figure.update_layout(paper_bgcolor="white", plot_bgcolor="white").write_image(part, format="svg")
 
 
 def exit_with_message(main: Callable[[], object]) -> None:

@@ -11,16 +11,7 @@ import pandas as pd
 import probelens as pl
 from probelens.results.files import read_rows
 
-__all__ = [
-    "LEARNED",
-    "MEASURED",
-    "best",
-    "each",
-    "learned_only",
-    "merged",
-    "of_learned",
-    "slim",
-]
+__all__ = ["LEARNED", "MEASURED", "best", "each", "learned_only", "merged", "of_learned", "slim"]
 
 LEARNED = 0.95  # at the trained length, beyond the 20th position: what comes first is easy
 MEASURED = ("probe", "ablation", "dose", "length", "site", "convolution")
@@ -87,9 +78,7 @@ def merged(paths: Sequence[Path], by: Sequence[str]) -> pd.DataFrame:
             raise pl.StoreError(f"no rows at {str(path)!r}: give the rows.parquet of a run folder")
         rows = read_rows(path)
         if lacking := [column for column in by if column not in rows]:
-            raise pl.StoreError(
-                f"{str(path)!r} lacks the columns {', '.join(lacking)}: it isn't a run of this recipe"
-            )
+            raise pl.StoreError(f"{str(path)!r} lacks the columns {', '.join(lacking)}: it isn't a run of this recipe")
         kept |= dict(iter(rows.groupby(list(by), sort=False)))
     return pd.concat(kept.values(), ignore_index=True)
 

@@ -15,12 +15,7 @@ TASKS = ("parity", "s3", "dyck", "counter")
 TITLES = {"parity": "Parity", "s3": "S3", "dyck": "Dyck", "counter": "Counter"}
 
 # What is probed, and of these what is ablated and erased: the variables that the answer is made of.
-PROBED = {
-    "parity": ("state",),
-    "s3": ("state", "sign", "mod_sign"),
-    "dyck": ("depth", "top"),
-    "counter": ("depth",),
-}
+PROBED = {"parity": ("state",), "s3": ("state", "sign", "mod_sign"), "dyck": ("depth", "top"), "counter": ("depth",)}
 LABELS = {"parity": ("state",), "s3": ("state",), "dyck": ("depth", "top"), "counter": ("depth",)}
 # Clean/corrupted pairs by name: the keyword arguments of `task.pairs`.
 PAIRS: dict[str, dict[str, dict[str, str]]] = {
@@ -29,11 +24,7 @@ PAIRS: dict[str, dict[str, dict[str, str]]] = {
     "dyck": {"depth": {"label": "state", "kind": "depth"}, "top": {"label": "state", "kind": "type"}},
     "counter": {"depth": {}},
 }
-RANKS = (
-    4,
-    16,
-    64,
-)  # of INLP's directions: to chance it takes most of the space; the paper's stopped much earlier
+RANKS = (4, 16, 64)  # of INLP's directions: to chance it takes most of the space; the paper's stopped much earlier
 WHAT = {
     "direction": "best direction",
     "rows": "all probe rows",

@@ -150,17 +150,13 @@ def _table(pos: Any, batch: int, length: int | None, step: int | None, hook: Hoo
         pos = pos.long().reshape(-1)
     if length is None:
         if isinstance(pos, slice) or bool((pos < 0).any()):
-            raise InputError(
-                f"the length of the sequence is not known at this hook, so count from 0, got pos={pos!r}"
-            )
+            raise InputError(f"the length of the sequence is not known at this hook, so count from 0, got pos={pos!r}")
         length = max([step or 0, *pos.tolist()]) + 1
     chosen = torch.arange(length)[pos] if isinstance(pos, slice) else pos
     if each and len(chosen) != batch:
         raise ShapeError(f"pos has {len(chosen)} positions for {batch} examples; a list means all examples")
     if not chosen.numel():
-        raise InputError(
-            f"pos={pos!r} names no position of {length}, so nothing would be edited. None means all"
-        )
+        raise InputError(f"pos={pos!r} names no position of {length}, so nothing would be edited. None means all")
     low, high = map(int, chosen.aminmax())
     if not -length <= low <= high < length:
         raise InputError(

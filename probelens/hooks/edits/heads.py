@@ -83,7 +83,5 @@ def at_heads(heads: int | Sequence[int], edit: Edit) -> AtHeads:
     """
     chosen = (heads,) if isinstance(heads, int) else tuple(heads)
     if not chosen:
-        raise InputError(
-            f"heads={heads!r} names no head, so nothing would be edited. Give an index, or several"
-        )
+        raise InputError(f"heads={heads!r} names no head, so nothing would be edited. Give an index, or several")
     return AtHeads(None, edit, chosen)

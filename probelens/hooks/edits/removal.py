@@ -47,9 +47,7 @@ class Project(Edit):
         space = self.subspace
         assert space is not None
         return _dose(
-            space.keep if self.keep else space.project_out_raw if self.raw else space.project_out,
-            tensor,
-            self.alpha,
+            space.keep if self.keep else space.project_out_raw if self.raw else space.project_out, tensor, self.alpha
         )
 
 

@@ -12,20 +12,7 @@ from probelens.errors import InputError, ShapeError
 from probelens.hooks.edits.edit import Edit, Positions, fit
 from probelens.hooks.points import HookPoint
 
-__all__ = [
-    "Add",
-    "Mean",
-    "Replace",
-    "Resample",
-    "Scale",
-    "Zero",
-    "add",
-    "mean",
-    "replace",
-    "resample",
-    "scale",
-    "zero",
-]
+__all__ = ["Add", "Mean", "Replace", "Resample", "Scale", "Zero", "add", "mean", "replace", "resample", "scale", "zero"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,9 +127,7 @@ class Resample(Edit):
         assert self.source is not None
         rows = self.draw(tensor.shape[0])
         if rows.shape != tensor.shape[:1]:
-            raise ShapeError(
-                f"rows {tuple(rows.shape)} must name an example for each row of {tuple(tensor.shape)}"
-            )
+            raise ShapeError(f"rows {tuple(rows.shape)} must name an example for each row of {tuple(tensor.shape)}")
         taken = self.source[rows.to(self.source.device)]
         if hook is not None and hook.pos is not None and taken.shape == tensor.shape:
             # A source of one step: its first axis is that of the examples in any case.

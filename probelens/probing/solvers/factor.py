@@ -210,9 +210,7 @@ class Factorised:
             torch.Size([1, 3])
         """
         if basis.ndim != 2 or basis.shape[1] != self.d:
-            raise ShapeError(
-                f"basis has shape {tuple(basis.shape)}; it must be (k, {self.d}), directions in rows"
-            )
+            raise ShapeError(f"basis has shape {tuple(basis.shape)}; it must be (k, {self.d}), directions in rows")
         # Weights u of the given features are w / scale: u ⟂ q means w ⟂ q / scale.
         rows = basis.to(self.mean) / self.scale
         if self.removed is not None:
@@ -277,9 +275,7 @@ def as_features(X: Any) -> Tensor:
             "Flatten (n, pos, d) with x.reshape(-1, x.shape[-1])."
         )
     if x.numel() == 0:
-        raise InputError(
-            f"X has shape {tuple(x.shape)}: there is nothing to fit. Check the mask and the split."
-        )
+        raise InputError(f"X has shape {tuple(x.shape)}: there is nothing to fit. Check the mask and the split.")
     if not x.is_floating_point():
         x = x.to(torch.get_default_dtype() if x.dtype == torch.bool else torch.float64)
     # Where the sum is finite, so is every number: one cheap pass, and a closer look only where it isn't.
@@ -297,9 +293,7 @@ def _weights(sample_weight: Any, x: Tensor) -> Tensor | None:
         return None
     weight = torch.as_tensor(sample_weight, device=x.device).detach().double()
     if weight.shape != x.shape[:1]:
-        raise ShapeError(
-            f"sample_weight has shape {tuple(weight.shape)}; it must be ({len(x)},), one per row"
-        )
+        raise ShapeError(f"sample_weight has shape {tuple(weight.shape)}; it must be ({len(x)},), one per row")
     if not bool(torch.isfinite(weight).all()) or bool((weight < 0).any()) or float(weight.sum()) <= 0:
         raise InputError("sample_weight must be finite, not negative, and not all zero")
     return weight

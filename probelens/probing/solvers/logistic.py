@@ -101,9 +101,7 @@ def fit_path(
     labels = [ys] if isinstance(ys, Tensor) else list(ys)
     counts = [n_classes] * len(labels) if n_classes is None or isinstance(n_classes, int) else list(n_classes)
     if len(counts) != len(labels):
-        raise InputError(
-            f"n_classes has {len(counts)} entries for {len(labels)} label sets; give one for each"
-        )
+        raise InputError(f"n_classes has {len(counts)} entries for {len(labels)} label sets; give one for each")
     links = [_link(y, count, shared, i) for i, (y, count) in enumerate(zip(labels, counts))]
     order = sorted(set(values))
     walks = [
@@ -118,18 +116,14 @@ def fit_path(
 def _link(y: Tensor, count: int | None, shared: Factorised, which: int) -> Link:
     y = tensor_of(f"label set {which}", y).to(shared.x.device)
     if y.shape != (shared.n,):
-        raise ShapeError(
-            f"label set {which} has shape {tuple(y.shape)}; it must be ({shared.n},), one per row"
-        )
+        raise ShapeError(f"label set {which} has shape {tuple(y.shape)}; it must be ({shared.n},), one per row")
     if y.is_floating_point() or y.is_complex():
         raise InputError(f"label set {which} has dtype {y.dtype}; class ids must be integers. Use .long().")
     y = y.long()
     low, high = int(y.min()), int(y.max())
     k = high + 1 if count is None else count
     if low < 0 or high >= k:
-        raise InputError(
-            f"label set {which} has ids from {low} to {high}; with {k} classes, 0 to {k - 1} are allowed"
-        )
+        raise InputError(f"label set {which} has ids from {low} to {high}; with {k} classes, 0 to {k - 1} are allowed")
     if low == high:
         raise InputError(f"label set {which} has one class only, {low}; a probe needs at least two")
     return link_for(y, k, shared.weight)

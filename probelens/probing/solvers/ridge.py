@@ -84,9 +84,7 @@ def ridge_path(
             raise InputError("sample_weight was given with factorised features: give it to Factorised.of")
         shared = X.exactly()
     else:
-        shared = Factorised.of(
-            X, sample_weight, fit_intercept=fit_intercept, standardize=standardize, precise=True
-        )
+        shared = Factorised.of(X, sample_weight, fit_intercept=fit_intercept, standardize=standardize, precise=True)
     targets = torch.as_tensor(Y, device=shared.x.device).detach().double()
     targets = targets[:, None] if targets.ndim == 1 else targets
     if targets.ndim != 2 or len(targets) != shared.n:

@@ -207,9 +207,7 @@ class Walker:
     def _steps(self, far: bool) -> list[tuple[float, bool]]:
         """The values of C to go through, with those in between that make large steps small."""
         # Below this the penalty rules and one step from zero is nearly exact.
-        easy = 100 / (
-            self.shared.total * max(float(self.variances.max()) if len(self.variances) else 0.0, 1e-300)
-        )
+        easy = 100 / (self.shared.total * max(float(self.variances.max()) if len(self.variances) else 0.0, 1e-300))
         out: list[tuple[float, bool]] = []
         reached = min(easy, self.Cs[0])
         if not far:
@@ -228,9 +226,7 @@ class Walker:
         z = self.link.relative(b.expand(self.shared.n, k).clone())
         return _Guess(w, b, z, *self.link.loss(z))
 
-    def _finish(
-        self, C: float, end: _End, precondition: Preconditioner, left: int
-    ) -> Generator[Request, Tensor, _End]:
+    def _finish(self, C: float, end: _End, precondition: Preconditioner, left: int) -> Generator[Request, Tensor, _End]:
         """Continue in float64 from where float32 ended."""
         w, b = end.point.w.double(), end.point.b.double()
         z = self.link.relative((yield "logits", w) + b)
@@ -372,9 +368,7 @@ class Walker:
 
     def _fit(self, C: float, end: _End, n_iter: int) -> LogisticFit:
         w, b = end.point.w.double(), end.point.b.double()
-        gradient = max(
-            float((C * end.point.gw + end.point.w).abs().max()), C * float(end.point.gb.abs().max())
-        )
+        gradient = max(float((C * end.point.gw + end.point.w).abs().max()), C * float(end.point.gb.abs().max()))
         if self.link.columns > 1 and self.shared.fit_intercept:
             b = b - b.mean()
         w = w / self.shared.scale
@@ -391,9 +385,7 @@ class Walker:
         )
 
 
-def _direction(
-    gw: Tensor, gb: Tensor, history: list[Pair], precondition: Preconditioner
-) -> tuple[Tensor, Tensor]:
+def _direction(gw: Tensor, gb: Tensor, history: list[Pair], precondition: Preconditioner) -> tuple[Tensor, Tensor]:
     """The L-BFGS direction, by the two-loop recursion."""
     w, b = gw, gb
     factors = []

@@ -29,9 +29,7 @@ KEPT = (
 )  # fmt: skip
 
 
-def ablation(
-    data: Rows, *, metric: str = "accuracy", percent: bool = True, title: str | None = None
-) -> go.Figure:
+def ablation(data: Rows, *, metric: str = "accuracy", percent: bool = True, title: str | None = None) -> go.Figure:
     """What ablating a subspace costs at each layer, and whether a refitted probe still reads the label.
 
     The upper panel has a line for each ablated subspace and a band with points for its random controls: only
@@ -165,11 +163,7 @@ class _Cost:
         return said
 
 
-def _refits(
-    fig: go.Figure,
-    refitted: list[tuple[str, pd.DataFrame]],
-    places: Mapping[float, str],
-) -> list[str]:
+def _refits(fig: go.Figure, refitted: list[tuple[str, pd.DataFrame]], places: Mapping[float, str]) -> list[str]:
     """The lower panel: the probe before, the refitted probes, the baseline."""
 
     def line(part: pd.DataFrame, column: str, name: str, **look: Any) -> list[str]:

@@ -38,20 +38,10 @@ def interchange(data: Any, *, title: str | None = None) -> go.Figure:
     if targets["pos"].nunique() > 1:
         grid = targets.pivot(index="site", columns="pos", values="iia").loc[targets["site"].drop_duplicates()]
         order = sorted(grid.columns, key=int)
-        return patch_heatmap(
-            grid[order].to_numpy(float), list(grid.index), [int(p) for p in order], title=title
-        )
+        return patch_heatmap(grid[order].to_numpy(float), list(grid.index), [int(p) for p in order], title=title)
     shown = table[table["condition"].isin(list(_NAMES))]
-    lines = (
-        shown.groupby(["condition", "layer"], sort=False)[["iia", "iia_lo", "iia_hi"]].mean().reset_index()
-    )
+    lines = shown.groupby(["condition", "layer"], sort=False)[["iia", "iia_lo", "iia_hi"]].mean().reset_index()
     lines = lines.rename(columns={"iia_lo": "lo", "iia_hi": "hi"})
     lines.loc[~lines["condition"].isin(["target", "full", "complement"]), ["lo", "hi"]] = float("nan")
     lines["condition"] = lines["condition"].map(_NAMES)
-    return layer_profile(
-        lines,
-        y="iia",
-        color="condition",
-        y_label="answers that follow",
-        title=title,
-    )
+    return layer_profile(lines, y="iia", color="condition", y_label="answers that follow", title=title)

@@ -293,7 +293,5 @@ def _baseline(
     for name, series in style.groups(part, columns.color):
         color = PALETTE[order.index(name) % len(PALETTE)] if name else style.GREY
         x, y = style.defined(series, columns.x, who), style.numbers(series, column, who)
-        said.append(
-            style.add_line(fig, x, y, name=f"{label}, {name}" if name else label, color=color, **look)
-        )
+        said.append(style.add_line(fig, x, y, name=f"{label}, {name}" if name else label, color=color, **look))
     return said

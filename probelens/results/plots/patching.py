@@ -83,14 +83,10 @@ def patch_heatmap(
     shown = grid(values, "values")
     low, high = (None if b is None else grid(b, name) for b, name in ((lo, "lo"), (hi, "hi")))
     if tokens is not None and len(tokens) != len(positions):
-        raise ShapeError(
-            f"patch_heatmap got {len(tokens)} tokens for {len(positions)} positions. Give one each."
-        )
+        raise ShapeError(f"patch_heatmap got {len(tokens)} tokens for {len(positions)} positions. Give one each.")
     finite = shown[np.isfinite(shown)]
     if not finite.size:
-        raise InputError(
-            "patch_heatmap got no finite value: nothing was measured, or the gap was 0 everywhere."
-        )
+        raise InputError("patch_heatmap got no finite value: nothing was measured, or the gap was 0 everywhere.")
     labels, axis = _site_axis(sites)
     hover, rows = [], []
     for i, site in enumerate(sites):
@@ -178,9 +174,7 @@ def patch_heatmap(
         fig.add_vline(x=position, line={"color": style.GREY, "dash": "dot", "width": 1.5})
         fig.add_annotation(text=escape(name), x=position, yanchor="bottom", font_size=12, **place)
     if title:
-        fig.update_layout(
-            title={"text": escape(title), "y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 4}}
-        )
+        fig.update_layout(title={"text": escape(title), "y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 4}})
     best_site, best_position = divmod(int(np.nanargmax(shown)), len(positions))
     alt = (
         f"Heat map of recovery, {len(sites)} sites by {len(positions)} positions, from {finite.min():.2f} to "

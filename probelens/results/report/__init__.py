@@ -271,7 +271,5 @@ def _claims(claims: Sequence[Claim], doc: parts.Document) -> str:
         }
         for c in claims
     ]
-    intro = (
-        "<p>A disagreement is a result like any other; undetermined means that the interval can't decide.</p>"
-    )
+    intro = "<p>A disagreement is a result like any other; undetermined means that the interval can't decide.</p>"
     return intro + doc.open_table("The paper's claims and ours", rows, "paper-and-ours")

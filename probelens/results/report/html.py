@@ -48,9 +48,7 @@ class Document:
         key = f"s{len(self.contents) + 1}"
         self.contents.append(f'<li><a href="#{key}">{text(title)}</a></li>')
         heading = f'<h2 id="{key}-title">{text(title)}</h2>'
-        self.body.append(
-            f'<section id="{key}" aria-labelledby="{key}-title">\n{heading}\n{content}\n</section>'
-        )
+        self.body.append(f'<section id="{key}" aria-labelledby="{key}-title">\n{heading}\n{content}\n</section>')
 
     def embed(self, key: str, value: object) -> None:
         """Add data for the page's script."""
@@ -83,9 +81,7 @@ class Document:
             out += f'<p class="again">Explained above: {links}.</p>'
         return out
 
-    def chart(
-        self, figure: go.Figure, caption: str, rows: Rows | None, alt: str | None, name: str | None
-    ) -> str:
+    def chart(self, figure: go.Figure, caption: str, rows: Rows | None, alt: str | None, name: str | None) -> str:
         """A figure with caption, buttons, text alternative and table."""
         self.figures += 1
         n = self.figures
@@ -233,11 +229,7 @@ def figure_spec(figure: go.Figure, caption: str) -> tuple[dict[str, Any], dict[s
     data, layout = spec["data"], spec.get("layout", {})
     layout.pop("template", None)
     meta = layout.pop("meta", None)
-    remote = [
-        trace["type"]
-        for trace in data
-        if _TILES.search(trace.get("type", "")) and "heat" not in trace["type"]
-    ]
+    remote = [trace["type"] for trace in data if _TILES.search(trace.get("type", "")) and "heat" not in trace["type"]]
     sources = [holder.get("source") for holder in (*layout.get("images", ()), *data)]
     remote += [source for source in sources if isinstance(source, str) and not source.startswith("data:")]
     if remote:
@@ -257,9 +249,7 @@ def points(spec: dict[str, Any]) -> list[dict[str, Any]]:
         z = columns.get("z")
         if z and isinstance(z[0], list):
             xs, ys = columns.get("x", range(len(z[0]))), columns.get("y", range(len(z)))
-            rows += [
-                {"trace": name, "x": x, "y": y, "z": v} for y, line in zip(ys, z) for x, v in zip(xs, line)
-            ]
+            rows += [{"trace": name, "x": x, "y": y, "z": v} for y, line in zip(ys, z) for x, v in zip(xs, line)]
         else:
             rows += [{"trace": name, **dict(zip(columns, point))} for point in zip(*columns.values())]
     return rows

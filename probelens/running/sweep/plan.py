@@ -144,9 +144,7 @@ class SweepPlan:
             return []
         other = self.otherwise
         if other is None:
-            return [
-                "if the trial turns that down: an error, since the budget is too small for any other path"
-            ]
+            return ["if the trial turns that down: an error, since the budget is too small for any other path"]
         blocks = self.trial + other.block_positions
         return [
             f"if the trial turns that down: path {other.path}, {blocks:,} block-positions "
@@ -301,7 +299,5 @@ def sweep(
         InputError: No examples, a batch size below 1, or a memory budget that one example exceeds.
         HookNotFiredError: An edit that the run didn't reach.
     """
-    planned = plan(
-        model, tokens, conditions, read, batch_size=batch_size, attention_mask=attention_mask, memory=memory
-    )
+    planned = plan(model, tokens, conditions, read, batch_size=batch_size, attention_mask=attention_mask, memory=memory)
     return planned.run(progress, describe)

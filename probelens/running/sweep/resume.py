@@ -129,9 +129,7 @@ class Resume(Strategy):
         held = self._needs(limits.batch, limits.spacing)
         planned = self.planned(torch.arange(limits.batch))
         held["edited"] = max(load.held for load in planned) + 3 * limits.batch * sizes.resid
-        shared = min(
-            limits.together, max(1, limits.tokens // limits.batch), max(len(p.jobs) for p in planned)
-        )
+        shared = min(limits.together, max(1, limits.tokens // limits.batch), max(len(p.jobs) for p in planned))
         held["passes"] *= shared
         held["logits"] = max(held["logits"], min(limits.logits, (jobs + 1) * limits.batch * sizes.reads))
         return {name: size for name, size in held.items() if size}
@@ -172,9 +170,7 @@ class Resume(Strategy):
         key = (len(rows), begins, last)
         if key not in self._loads:
             self._loads.clear()
-            self._loads[key] = loads(
-                self.jobs, begins, last, len(rows), self.length, self.n, self.limits, self._passes
-            )
+            self._loads[key] = loads(self.jobs, begins, last, len(rows), self.length, self.n, self.limits, self._passes)
         return self._loads[key]
 
     def _floor(self, pos: int) -> int:
@@ -276,9 +272,7 @@ class Resume(Strategy):
         start = job.start if job.start > 0 else None
         inputs = self.work.tokens[rows] if start is None else cache[f"blocks.{start}.hook_resid_pre"]
         with self.resumer.running():
-            out: Tensor = self.work.model.run_with_hooks(
-                inputs, hooks, start_at_layer=start, stop_at_layer=job.stop
-            )
+            out: Tensor = self.work.model.run_with_hooks(inputs, hooks, start_at_layer=start, stop_at_layer=job.stop)
         return out
 
     def _finish(
@@ -300,9 +294,7 @@ class Resume(Strategy):
         """Which conditions share a pass: never a division that takes more than was planned."""
         changed = sorted(changed, key=lambda one: (-one.begin, one.stop, one.index))
         groups = [changed[lo:hi] for lo, hi in self._passes([one.begin for one in changed], rows)]
-        took = sum(
-            (self.n - one.stop) * (self.length - group[-1].begin) * rows for group in groups for one in group
-        )
+        took = sum((self.n - one.stop) * (self.length - group[-1].begin) * rows for group in groups for one in group)
         by = {one.index: one for one in changed}
         if took > load.blocks and by.keys() <= {i for group in load.groups for i in group}:
             planned = [[by[i] for i in group if i in by] for group in load.groups]

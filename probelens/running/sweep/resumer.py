@@ -78,9 +78,7 @@ class Resumer(ABC):
             The residual after the last block (example, pos, d_model), and the cache.
         """
 
-    def forward(
-        self, tokens: Tensor, names: Iterable[str], **arguments: Any
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def forward(self, tokens: Tensor, names: Iterable[str], **arguments: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The residual after the last block, and what the named points saw; edits within block 0 need none."""
         if wanted := list(names):
             return self.model.run_with_cache(tokens, wanted, stop_at_layer=self.n, **arguments)

@@ -117,9 +117,7 @@ class Strategy(ABC):
         each = zip(*(values for _, values in found), strict=True)
         return torch.stack([torch.cat(parts) for parts in each]), base
 
-    def edited(
-        self, rows: Tensor, condition: Condition, start: int | None, resid: Tensor | None = None
-    ) -> Tensor:
+    def edited(self, rows: Tensor, condition: Condition, start: int | None, resid: Tensor | None = None) -> Tensor:
         """Run one condition without what is kept of earlier positions.
 
         Args:
@@ -242,9 +240,7 @@ class Skip(Full):
         return starts
 
     def refuse(self, needs: dict[str, int]) -> None:
-        raise Unfit(
-            f"does not fit the memory budget of {mib(self.work.memory or 0)}: needs {mib(sum(needs.values()))}"
-        )
+        raise Unfit(f"does not fit the memory budget of {mib(self.work.memory or 0)}: needs {mib(sum(needs.values()))}")
 
 
 def why_not_skip(model: HookedModel, tokens: Tensor) -> str:

@@ -193,13 +193,7 @@ class CodeDepth(Task):
         return out
 
     def pairs(
-        self,
-        n: int,
-        length: int = 128,
-        seed: int = 0,
-        *,
-        label: str | None = None,
-        read_pos: int | None = None,
+        self, n: int, length: int = 128, seed: int = 0, *, label: str | None = None, read_pos: int | None = None
     ) -> PatchPairs:
         """Pairs in which one opening bracket becomes a comma, with a mask for padding.
 
@@ -219,9 +213,7 @@ class CodeDepth(Task):
         """
         n, length = whole_number("n", n), whole_number("length", length, 3)
         if self._label(label) != "depth":
-            raise InputError(
-                f"pairs change the label 'depth' only, not {self._label(label)!r}. Pass label='depth'."
-            )
+            raise InputError(f"pairs change the label 'depth' only, not {self._label(label)!r}. Pass label='depth'.")
         if read_pos is not None:
             read_pos = whole_number("read_pos", read_pos, self.bos + 2, self.bos + length - 1) - self.bos
         rng = rng_from(seed, "pairs", length)
@@ -310,9 +302,7 @@ class CodeDepth(Task):
         mask = np.zeros(shape, dtype=bool)
         if self.bos and self._encoder.bos is not None:
             tokens[:, 0] = self._encoder.bos
-        for row, (index, (ids, ends)) in enumerate(
-            zip(indices.tolist(), self._ids(indices.tolist()), strict=True)
-        ):
+        for row, (index, (ids, ends)) in enumerate(zip(indices.tolist(), self._ids(indices.tolist()), strict=True)):
             filled = slice(int(self.bos), int(self.bos) + min(len(ids), length))
             tokens[row, filled] = ids[:length]
             mask[row, filled] = True

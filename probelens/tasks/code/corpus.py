@@ -85,9 +85,7 @@ def _load_path(path: Path, skipped: set[str], min_chars: int, max_chars: int) ->
     return _collect(pairs, counts, min_chars, max_chars)
 
 
-def _collect(
-    pairs: Iterator[tuple[str, str]], counts: dict[str, int], min_chars: int, max_chars: int
-) -> Corpus:
+def _collect(pairs: Iterator[tuple[str, str]], counts: dict[str, int], min_chars: int, max_chars: int) -> Corpus:
     out = Corpus(counts=counts)
     counts.update(dict.fromkeys(("functions", "too_short", "too_long", "unreadable", "duplicate", "kept"), 0))
     seen: set[bytes] = set()

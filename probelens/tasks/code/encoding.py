@@ -69,9 +69,7 @@ class OffsetEncoder(Encoder):
             encodings = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
             ids, offsets = [e.ids for e in encodings], [e.offsets for e in encodings]
         else:
-            output = self.tokenizer(
-                list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False
-            )
+            output = self.tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
             ids, offsets = output["input_ids"], output["offset_mapping"]
         out = []
         for i, spans in zip(ids, offsets, strict=True):

@@ -10,19 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = [
-    "CHANGE",
-    "DOWN",
-    "STAY",
-    "UP",
-    "bridge",
-    "clipped",
-    "plain",
-    "reflected",
-    "step",
-    "to_stationary",
-    "walk",
-]
+__all__ = ["CHANGE", "DOWN", "STAY", "UP", "bridge", "clipped", "plain", "reflected", "step", "to_stationary", "walk"]
 
 UP, DOWN, STAY = 0, 1, 2
 CHANGE = np.array([1, -1, 0], dtype=np.intp)
@@ -98,9 +86,7 @@ def step(u: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
     return (u >= thresholds[:, 0]).astype(np.int8) + (u >= thresholds[:, 1])
 
 
-def walk(
-    thresholds: np.ndarray, target: np.ndarray, n: int, length: int, rng: np.random.Generator
-) -> np.ndarray:
+def walk(thresholds: np.ndarray, target: np.ndarray, n: int, length: int, rng: np.random.Generator) -> np.ndarray:
     """Moves of n walkers that start at 0. (length, n) int8"""
     first, second = np.ascontiguousarray(thresholds[:, :, 0]), np.ascontiguousarray(thresholds[:, :, 1])
     u = rng.random((length, n))
@@ -109,9 +95,7 @@ def walk(
     target = np.ascontiguousarray(target, dtype=np.intp).ravel()
     for t in range(length):
         row = min(t, len(thresholds) - 1)
-        moves[t] = (u[t] >= first[row].take(depth)).view(np.int8) + (u[t] >= second[row].take(depth)).view(
-            np.int8
-        )
+        moves[t] = (u[t] >= first[row].take(depth)).view(np.int8) + (u[t] >= second[row].take(depth)).view(np.int8)
         depth = target.take(depth * 3 + moves[t])
     return moves
 
