@@ -173,7 +173,7 @@ def interchange_plan(
             parts += [(Swapped({**m.about, "pos": label}, m.left, m.right, m.complement), column) for m in made]
 
     def planned(of: Any, chosen: list[tuple[Swapped, Tensor | None]]) -> tuple[SweepPlan, Source]:
-        mask = padding_mask(of.mask, model)
+        mask = padding_mask(of.mask, model, of.clean)
         values = Source(model, of.clean, list(spaces), mask)
         conditions = [
             Condition((i,), (put_in(model, part.about["site"], values.at(part.about["site"]), column, part.edit),))
@@ -196,7 +196,7 @@ def interchange_plan(
         same, same_values = planned(same_pairs, targets)
     source = plan(
         model, pairs.clean, (), _read(pairs), batch_size=sweep.batch_size,
-        attention_mask=padding_mask(pairs.mask, model), memory=memory,
+        attention_mask=padding_mask(pairs.mask, model, pairs.clean), memory=memory,
     )  # fmt: skip
     return InterchangePlan(sweep, source, same, [p for p, _ in parts], values, same_values)
 
@@ -327,7 +327,7 @@ def _parts(
 
 def _differences(model: HookedModel, pairs: Any, name: str, batch_size: int) -> Tensor:
     """Clean less corrupted activations at real positions. (row, d)"""
-    mask = padding_mask(pairs.mask, model)
+    mask = padding_mask(pairs.mask, model, pairs.clean)
     clean, corrupted = (
         collect(model, tokens, [name], batch_size=batch_size, attention_mask=mask)[name].flatten(2)
         for tokens in (pairs.clean, pairs.corrupted)
