@@ -18,6 +18,7 @@ from typing import Any
 
 import griffe
 from api_pages import shown
+from shared_arguments import filled
 
 from probelens import errors
 
@@ -141,6 +142,10 @@ def faults(item: Public) -> list[str]:
     doc = item.doc or item.inherited
     if not doc.strip():
         return ["no docstring"]
+    try:
+        doc = filled(doc, item.value.__module__)
+    except LookupError as err:
+        return [str(err)]
     said, found = {**sections(item.inherited), **sections(doc)}, []
     made = item.kind != "class" or _is_made_by_users(item.value)
     given = signature(item) if made and item.kind != "property" else {}

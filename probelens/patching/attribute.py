@@ -41,11 +41,7 @@ def attribute(
 
     Args:
         model: As for ``patch``; it must be differentiable at the sites.
-        pairs: As for ``patch``.
-        sites: As for ``patch``.
-        pos: As for ``patch``.
-        mode: As for ``patch``.
-        metric: As for ``patch``.
+        pairs, sites, pos, mode, metric: As for ``patch``.
         batch_size: Pairs in one pass.
         progress: Show a progress bar.
 

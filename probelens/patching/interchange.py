@@ -130,17 +130,7 @@ def interchange_plan(
     """Say what ``interchange`` will run with these arguments, by which path, and what it costs.
 
     Args:
-        model: As for ``interchange``.
-        pairs: As for ``interchange``.
-        subspaces: As for ``interchange``.
-        sites: As for ``interchange``.
-        pos: As for ``interchange``.
-        same_pairs: As for ``interchange``.
-        controls: As for ``interchange``.
-        kinds: As for ``interchange``.
-        batch_size: As for ``interchange``.
-        memory: As for ``interchange``.
-        seed: As for ``interchange``.
+        Those of ``interchange``, without ``progress``.
 
     Returns:
         The plan, to print; its ``run()`` gives what ``interchange`` gives. Activations are collected for the

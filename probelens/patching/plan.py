@@ -157,16 +157,7 @@ def patch_plan(
     Nothing long runs, and nothing stays on the model.
 
     Args:
-        model: As for ``patch``.
-        pairs: As for ``patch``.
-        sites: As for ``patch``.
-        pos: As for ``patch``.
-        mode: As for ``patch``.
-        metric: As for ``patch``.
-        joint: As for ``patch``.
-        batch_size: Pairs in one forward pass, at most.
-        memory: Bytes that may be held at once, the activations that are put in included; see
-            ``probelens.running.sweep.plan.plan``. Values stay the same up to rounding.
+        Those of ``patch``, without ``progress``.
 
     Returns:
         The plan, to print; its ``run()`` gives what ``patch`` gives.

@@ -90,6 +90,51 @@ def without_shapes(x: Tensor, y: np.ndarray | None = None) -> Tensor:
 def nothing() -> None: ...
 
 
+def leaving_some(x: Tensor, n: int, m: int) -> Tensor:
+    """Rows of another sort.
+
+    Args:
+        x, n: As for ``complete``.
+        m: A number.
+
+    Returns:
+        The rows. (row,)
+    """
+    return x
+
+
+def leaving_all(x: Tensor) -> None:
+    """Rows, looked at.
+
+    Args:
+        Those of ``complete``, without ``n``.
+    """
+
+
+def leaving_too_many(x: Tensor) -> None:
+    """Rows, looked at.
+
+    Args:
+        Those of ``leaving_some``.
+    """
+
+
+def leaving_an_unknown_one(x: Tensor, k: int) -> None:
+    """Rows, looked at.
+
+    Args:
+        x, k: As for ``complete``.
+    """
+
+
+def leaving_to_nobody(x: Tensor) -> None:
+    """Rows, looked at.
+
+    Args:
+        Those of ``nobody``.
+    """
+
+
 @pytest.mark.parametrize(
     ("function", "lacks"),
     [
@@ -99,6 +144,11 @@ def nothing() -> None: ...
         (without_raises, ["Raises lacks ShapeError"]),
         (without_shapes, ["no shape of x", "no shape of y", "no shape of what it returns"]),
         (nothing, ["no docstring"]),
+        (leaving_some, []),
+        (leaving_all, []),
+        (leaving_too_many, ["Args has n, which is no parameter", "Args has m, which is no parameter"]),
+        (leaving_an_unknown_one, ["Args takes k from complete, which documents x, n"]),
+        (leaving_to_nobody, [f"Args names nobody, which is neither in {__name__} nor in probelens"]),
     ],
 )
 def test_what_is_missing_is_noticed(function: Any, lacks: list[str]) -> None:

@@ -187,15 +187,7 @@ def render_report(
     """The page that ``write_report`` writes, as text; the same page for the same input.
 
     Args:
-        title: As for ``write_report``.
-        lead: As for ``write_report``.
-        sections: As for ``write_report``.
-        findings: As for ``write_report``.
-        measured: As for ``write_report``.
-        paper: As for ``write_report``.
-        config: As for ``write_report``.
-        versions: As for ``write_report``.
-        reproduce: As for ``write_report``.
+        Those of ``write_report``, without ``path``.
 
     Returns:
         One HTML document, plotly.js included.
