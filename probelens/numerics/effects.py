@@ -9,28 +9,17 @@ from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
 
-__all__ = ["Effect", "effect", "max_t_over_sites"]
-
 _PERCENTILES_FROM = 99  # draws: with fewer, Student's t stands in for the quantiles of so small a sample
 
 
 @dataclass(frozen=True)
 class Effect:
-    """What a target costs beyond its control.
-
-    Args:
-        estimate: Cost of the target less the mean cost of the draws.
-        low: Lower end of the 95 % prediction interval.
-        high: Upper end.
-        p: Share of the draws that cost as much as the target, the target counted among them.
-        against: Mean cost of the draws.
-        spread: Standard deviation of the cost over the draws.
-    """
+    """What a target costs beyond its control: the mean cost of the draws is ``against``, their deviation ``spread``."""
 
     estimate: float
     low: float
     high: float
-    p: float
+    p: float  # share of the draws that cost as much as the target, which is counted among them
     against: float
     spread: float
 
@@ -39,37 +28,15 @@ class Effect:
 def effect(
     target: Tensor, draws: Tensor, room: Tensor, *, level: float = 0.95, seed: int = 0, samples: int = 2000
 ) -> Effect:
-    """How much more a target costs than one more draw of its control would.
+    """How much more a target costs than one more draw of its control would. (example,), (draw, example), (example,)
 
-    The interval is a prediction interval: *one* draw differs from the mean of m draws by √((m+1)/(m−1)) times
-    what the m draws do. Sequences are resampled for target and draws together; what that adds counts as far as it
-    is more than the noise that the draws' own spread already holds. With 99 draws or more the ends are quantiles;
-    below, Student's t with m − 1 degrees of freedom. A target that is itself a draw of its control so leaves 0
-    outside in about one case of twenty; an interval over sequences alone does in most.
+    The ends are of a prediction interval: *one* draw differs from the mean of m draws by √((m+1)/(m−1)) times what the
+    m draws do. Sequences are resampled for target and draws together; what that adds counts as far as it is more than
+    the noise that the draws' own spread already holds. A target that is itself a draw of its control so leaves 0
+    outside in about one case of twenty; an interval over sequences alone does in most. All costs are divided by the
+    mean of ``room``, what there is to lose in each example.
 
-    Args:
-        target: Cost of the target in each example. (example,)
-        draws: Cost of each control draw in each example. (draw, example)
-        room: What there is to lose in each example; costs are divided by its mean. (example,)
-        level: Coverage of the interval.
-        seed: Of the bootstrap.
-        samples: Bootstrap samples.
-
-    Returns:
-        Estimate, interval and p, in units of the mean of ``room``.
-
-    Raises:
-        ShapeError: Shapes that don't fit together.
-        InputError: Fewer than two draws, no example, or nothing to lose.
-
-    Source:
-        Prediction intervals: Vovk et al. 2005; p values of control draws: Phipson and Smyth 2010.
-
-    Examples:
-        >>> costs = torch.randn(20, 50, generator=torch.Generator().manual_seed(0)) * 0.1
-        >>> found = effect(costs[0] + 1, costs[1:], torch.ones(50))
-        >>> round(found.estimate, 1), found.low > 0, found.p
-        (1.0, True, 0.05)
+    Source: prediction intervals: Vovk et al. 2005; p values of control draws: Phipson and Smyth 2010.
     """
     target, draws, room = target.double(), draws.double(), room.double()
     m, n = draws.shape if draws.ndim == 2 else (0, 0)
@@ -114,29 +81,11 @@ def effect(
 
 
 def max_t_over_sites(targets: Tensor, draws: Tensor) -> Tensor:
-    """p values adjusted for the number of sites, from control draws at each.
+    """p values adjusted for the number of sites, at least 1/(draws + 1). (site,), (site, draw) -> (site,)
 
-    At each site the costs of target and draws are standardised together. A target's p is the share of draw
-    numbers, its own included, whose largest standardised cost over the sites is as large as the target's. Sites are
-    gone through from the largest statistic down, each compared with the sites that are left.
-
-    Args:
-        targets: Cost of the target at each site. (site,)
-        draws: Cost of each control draw at each site. (site, draw)
-
-    Returns:
-        The adjusted p of each site, at least 1/(draws + 1). (site,)
-
-    Raises:
-        ShapeError: Shapes that don't fit together.
-
-    Source:
-        Westfall and Young 1993, step-down max-T.
-
-    Examples:
-        >>> draws = torch.randn(3, 99, generator=torch.Generator().manual_seed(0))
-        >>> max_t_over_sites(torch.tensor([0.0, 9.0, 0.5]), draws)[1]
-        tensor(0.0100, dtype=torch.float64)
+    At each site the costs of target and draws are standardised together. A target's p is the share of draw numbers, its
+    own included, whose largest standardised cost over the sites is as large as the target's; the sites are gone through
+    from the largest statistic down, each compared with those left (Westfall and Young 1993, step-down max-T).
     """
     if draws.ndim != 2 or targets.shape != draws.shape[:1]:
         raise ShapeError(

@@ -8,8 +8,6 @@ from torch import Tensor
 from probelens.errors import InputError, ShapeError
 from probelens.numerics.tensors import tensor_of, to_float64
 
-__all__ = ["covariance_of", "eigenvectors", "inverse", "orthonormal_rows", "solve"]
-
 
 def inverse(matrices: Tensor) -> Tensor:
     """The inverse of each matrix. (..., d, d)"""
@@ -38,18 +36,7 @@ def _safe(matrices: Tensor) -> bool:
 
 
 def covariance_of(covariance: Tensor, d: int | None = None) -> Tensor:
-    """A covariance as a float64 matrix.
-
-    Args:
-        covariance: Σ. (d, d)
-        d: Width of the activations; None for that of Σ.
-
-    Returns:
-        Σ. (d, d)
-
-    Raises:
-        ShapeError: Σ isn't square, or has another width.
-    """
+    """A covariance as a float64 matrix; ``ShapeError`` where it isn't (d, d), with ``d`` its own width by default."""
     sigma = tensor_of("covariance", covariance)
     d = (len(sigma) if sigma.ndim else 0) if d is None else d
     if sigma.shape != (d, d):
@@ -58,18 +45,7 @@ def covariance_of(covariance: Tensor, d: int | None = None) -> Tensor:
 
 
 def eigenvectors(covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of a covariance, largest first.
-
-    Args:
-        covariance: Σ. (d, d)
-
-    Returns:
-        Eigenvalues, none below 0, and eigenvectors as columns. (d,) and (d, d)
-
-    Raises:
-        ShapeError: Σ isn't square.
-        InputError: Σ is empty, or holds NaN or infinity.
-    """
+    """Eigenvalues of a covariance (d,), largest first, none below 0, and eigenvectors as columns (d, d)."""
     sigma = covariance_of(covariance)
     if not len(sigma) or not bool(torch.isfinite(sigma).all()):
         raise InputError("the covariance is empty, or holds NaN or infinity")
@@ -78,17 +54,9 @@ def eigenvectors(covariance: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def orthonormal_rows(rows: Tensor, tol: float = 1e-7) -> Tensor:
-    """An orthonormal basis of the span of some rows.
+    """A float64 basis of the span of some rows, largest directions first. (k, d) -> (rank, d)
 
-    Args:
-        rows: Directions, of any length. (k, d)
-        tol: Singular values under this share of the largest count as zero.
-
-    Returns:
-        Float64, largest directions first. (rank, d)
-
-    Raises:
-        InputError: NaN or infinity.
+    Singular values under ``tol`` times the largest count as zero.
     """
     full = to_float64(rows)
     if not full.numel():

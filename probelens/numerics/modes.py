@@ -9,8 +9,6 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["autocasting", "differentiable", "exact", "full_precision"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -11,26 +11,9 @@ from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
 
-__all__ = ["flat_rows", "tensor_of", "to_float64", "whole_number"]
-
 
 def tensor_of(name: str, value: Any) -> Tensor:
-    """Make a tensor of an argument; a tensor is returned as it is.
-
-    Args:
-        name: What the argument is called.
-        value: A tensor, an array, numbers or nested lists of numbers.
-
-    Returns:
-        The tensor, (...).
-
-    Raises:
-        InputError: The value holds no numbers.
-
-    Examples:
-        >>> tensor_of("labels", [0, 1])
-        tensor([0, 1])
-    """
+    """Make a tensor of an argument; a tensor is returned as it is. Raises ``InputError`` where it holds no numbers."""
     if isinstance(value, Tensor):
         return value
     try:
@@ -40,24 +23,7 @@ def tensor_of(name: str, value: Any) -> Tensor:
 
 
 def whole_number(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
-    """Check that an argument is a whole number within its limits.
-
-    Args:
-        name: What the argument is called.
-        value: What was given.
-        least: Smallest value allowed.
-        most: Largest value allowed; None for no limit.
-
-    Returns:
-        The number as an int.
-
-    Raises:
-        InputError: Another type, or a number outside the limits.
-
-    Examples:
-        >>> whole_number("n", 3)
-        3
-    """
+    """Check that an argument is a whole number within its limits; ``InputError`` otherwise."""
     try:
         if isinstance(value, bool | np.bool_):
             raise TypeError
@@ -76,18 +42,9 @@ def to_float64(x: Tensor) -> Tensor:
 
 
 def flat_rows(X: Any, *labels: Any, mask: Any = None) -> tuple[Tensor, ...]:
-    """Activations as (row, d), and what belongs to each row, without the masked rows.
+    """Activations (..., d) as (row, d), and labels (..., *k) as (row, *k), without the rows where ``mask`` is False.
 
-    Args:
-        X: Activations, a tensor or an array. (..., d)
-        *labels: Tensors of one value (...) or several (..., k) per row.
-        mask: True for the rows to use. (...)
-
-    Returns:
-        The rows, then each of ``labels`` as (row,) or (row, k).
-
-    Raises:
-        ShapeError: Labels or mask that don't fit the activations.
+    Raises ``ShapeError`` where labels or mask don't fit the activations.
     """
     x = tensor_of("activations", X).detach()
     if x.ndim < 2 or not x.shape[-1] or not x.is_floating_point():

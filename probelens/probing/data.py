@@ -13,34 +13,20 @@ from probelens.errors import InputError, ShapeError
 from probelens.numerics.tensors import tensor_of
 from probelens.probing.splits import Split, copies_together, real_tokens
 
-__all__ = ["Data"]
-
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Activations, labels and masks in one shape.
+    """Activations, labels and masks in one shape."""
 
-    Args:
-        tensors: Activations by site. each (n, pos, d)
-        labels: Class ids by label. each (n, pos)
-        numbers: Numeric labels by label. each (n, pos)
-        mask: Where labels count. (n, pos)
-        groups: What a split keeps together, equal sequences included. (n,)
-        tokens: Token ids of the whole sequences, where known. (n, T)
-        at: Positions of the activations among these; None for all. (pos,)
-        layers: Place of each site on the layer axis.
-        flat: Whether activations were given as (n, d): one position each.
-    """
-
-    tensors: dict[str, Tensor]
-    labels: dict[str, Tensor]
-    numbers: dict[str, Tensor]
-    mask: Tensor
-    groups: Tensor
-    tokens: Tensor | None
-    at: Tensor | None
-    layers: dict[str, int]
-    flat: bool
+    tensors: dict[str, Tensor]  # activations by site, each (n, pos, d)
+    labels: dict[str, Tensor]  # class ids by label, each (n, pos)
+    numbers: dict[str, Tensor]  # numeric labels by label, each (n, pos)
+    mask: Tensor  # where labels count (n, pos)
+    groups: Tensor  # what a split keeps together, equal sequences included (n,)
+    tokens: Tensor | None  # of the whole sequences, where known (n, T)
+    at: Tensor | None  # positions of the activations among these, None for all (pos,)
+    layers: dict[str, int]  # place of each site on the layer axis
+    flat: bool  # whether activations were given as (n, d): one position each
 
     @classmethod
     def of(cls, acts: Any, labels: Any, groups: Any, mask: Any, tokens: Any) -> Data:

@@ -15,8 +15,6 @@ from torch import Tensor
 from probelens.errors import InputError
 from probelens.probing.solvers.factor import Factorised
 
-__all__ = ["DEFINITIONS", "Definition", "Directions"]
-
 Definition = Literal["class_means", "pattern", "filter", "leace"]
 DEFINITIONS: tuple[str, ...] = get_args(Definition)
 _CHUNK = 4096
@@ -27,36 +25,19 @@ _SMALL = 1e-6  # canonical correlations up to this are rounding of float32 featu
 class Directions:
     """The directions of one variable at one site, by every definition.
 
-    Args:
-        filter: The probe's rows in the space of the activations. (class, d), or (1, d) for a number
-        pattern: Σ_xx W, the columns along which what the probe reads varies most first. (k, d)
-        class_means: √p_k (μ_k − μ) of each class, or Σ_xz/σ_z of a number: their outer products sum to the
-            between-class covariance. (class, d), or (1, d)
-        leace_left: Directions that LEACE changes, the largest canonical correlation first. (k, d)
-        leace_right: Directions that it reads. (k, d)
-
-    Source:
-        Patterns: Haufe et al. 2014, NeuroImage 87. LEACE: Belrose et al. 2023, arXiv 2306.03819, theorem 4.2.
+    Source: patterns: Haufe et al. 2014, NeuroImage 87; LEACE: Belrose et al. 2023, arXiv 2306.03819, theorem 4.2.
     """
 
-    filter: Tensor
-    pattern: Tensor
-    class_means: Tensor
-    leace_left: Tensor
-    leace_right: Tensor
+    filter: Tensor  # the probe's rows in the space of the activations (class, d), or (1, d) for a number
+    pattern: Tensor  # Σ_xx W, the columns along which what the probe reads varies most first (k, d)
+    # √p_k (μ_k − μ) of each class, or Σ_xz/σ_z of a number: their outer products sum to the between-class covariance.
+    class_means: Tensor  # (class, d), or (1, d)
+    leace_left: Tensor  # what LEACE changes, the largest canonical correlation first (k, d)
+    leace_right: Tensor  # what it reads (k, d)
 
     @classmethod
     def of(cls, shared: Factorised, rows: Tensor, y: Tensor) -> Directions:
-        """Compute every definition.
-
-        Args:
-            shared: Activations of the training rows, factorised. (n, d)
-            rows: The probe's rows in the space of the activations. (class, d), or (1, d)
-            y: Class ids (integers) or numbers (floats) of the training rows. (n,)
-
-        Returns:
-            Directions in float64.
-        """
+        """Every definition in float64, from factorised training rows, the probe's rows (class, d) and labels (n,)."""
         n, scale = shared.n, shared.scale.double()
         w = rows.double()
         w = w - w.mean(0) if len(w) > 1 else w
@@ -73,17 +54,7 @@ class Directions:
         return cls(rows.double(), pattern, means, (unwhite @ u).mT, (white @ u).mT)
 
     def rows(self, definition: str) -> Tensor:
-        """Directions of one definition, the first one first, neither orthogonal nor of unit length.
-
-        Args:
-            definition: "filter", "pattern" or "class_means".
-
-        Returns:
-            At most classes − 1 rows. (k, d)
-
-        Raises:
-            InputError: Another definition.
-        """
+        """At most classes − 1 rows of a definition, largest first, neither orthogonal nor of unit length. (k, d)"""
         if definition == "pattern":
             return self.pattern
         if definition not in ("filter", "class_means"):

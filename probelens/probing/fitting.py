@@ -16,29 +16,19 @@ from probelens.probing.solvers.factor import Factorised
 from probelens.probing.solvers.logistic import LogisticFit, fit_path
 from probelens.probing.splits import Split
 
-__all__ = ["Fitted", "by_position", "share"]
-
 # The search towards larger C ends after so many in a row without a gain on validation.
 _PATIENCE = 2
 
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """Probes of every label on one site and split, and their guesses on the test sequences.
-
-    Args:
-        fits: The chosen probe of each label.
-        guess: Class ids guessed on the test sequences. each (n_test, pos)
-        mean: Mean of the training rows. (d,)
-        n_rows: Rows of training and of validation.
-        train: The training rows, factorised, and each label there; None without labels. (n, d), each (n,)
-    """
+    """Probes of every label on one site and split, and their guesses on the test sequences."""
 
     fits: dict[str, LogisticFit]
-    guess: dict[str, Tensor]
-    mean: Tensor
-    n_rows: tuple[int, int]
-    train: tuple[Factorised, dict[str, Tensor]] | None = None
+    guess: dict[str, Tensor]  # class ids guessed on the test sequences, each (n_test, pos)
+    mean: Tensor  # of the training rows (d,)
+    n_rows: tuple[int, int]  # of training and of validation
+    train: tuple[Factorised, dict[str, Tensor]] | None = None  # the training rows (n, d) and each label there (n,)
 
     @classmethod
     def of(

@@ -8,18 +8,11 @@ from torch import Tensor
 from probelens.errors import InputError
 from probelens.numerics.stats import ratio_of_means
 
-__all__ = ["by_group", "r2_interval", "share_interval"]
-
 
 def by_group(groups: Tensor, *per_sequence: Tensor) -> list[Tensor]:
-    """Sums over the sequences of each group, for the groups in which something counts.
+    """Sums over the sequences of each group in which something counts. (n,) -> (group,)
 
-    Args:
-        groups: Group of each sequence. (n,)
-        *per_sequence: What is summed; the last one says how much counts in each sequence. each (n,)
-
-    Returns:
-        One sum per group; one value per sequence where only one group counts. each (group,)
+    The last of ``per_sequence`` says how much counts. A single group is left as its sequences.
     """
     counts = per_sequence[-1] > 0
     if len(groups[counts].unique()) < 2:
@@ -30,18 +23,7 @@ def by_group(groups: Tensor, *per_sequence: Tensor) -> list[Tensor]:
 
 
 def share_interval(right: Tensor, keep: Tensor, groups: Tensor, n_boot: int, seed: int) -> tuple[float, float]:
-    """The 95 % interval of the share of right guesses, over groups.
-
-    Args:
-        right: Where a guess counts and is right. (n, pos)
-        keep: Where guesses count. (n, pos)
-        groups: What a resample draws together. (n,)
-        n_boot: Number of resamples.
-        seed: Of the resamples.
-
-    Returns:
-        Both ends.
-    """
+    """The 95 % interval over groups of the share of guesses that are right, where they count. (n, pos)"""
     hits, counted = by_group(groups, right.double().sum(1), keep.double().sum(1))
     found = ratio_of_means(hits[None], counted[None], n_draws=n_boot, seed=seed)
     return float(found.low), float(found.high)
@@ -50,22 +32,7 @@ def share_interval(right: Tensor, keep: Tensor, groups: Tensor, n_boot: int, see
 def r2_interval(
     guess: Tensor, truth: Tensor, keep: Tensor, groups: Tensor, n_boot: int, seed: int
 ) -> tuple[float, float, float]:
-    """R² of guessed numbers, with its 95 % interval over groups.
-
-    Args:
-        guess: Guesses where they count, in order. (row,)
-        truth: Labels there. (row,)
-        keep: Where guesses count. (n, pos)
-        groups: What a resample draws together. (n,)
-        n_boot: Number of resamples.
-        seed: Of the resamples.
-
-    Returns:
-        R² and both ends.
-
-    Raises:
-        InputError: All test values are equal.
-    """
+    """R² of guesses at the rows that count, (row,), with its 95 % interval over groups; ``keep`` is (n, pos)."""
 
     def per_sequence(values: Tensor) -> Tensor:
         table = torch.zeros(keep.shape, dtype=torch.float64)

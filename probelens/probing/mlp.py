@@ -163,28 +163,7 @@ class MLPProbe:
 
 
 def mlp_accuracy(train: Rows, val: Rows, test: Rows, *, seed: int = 0, hidden: int = 64) -> float:
-    """Test accuracy of an MLP probe.
-
-    Args:
-        train: Features (n, d) and class ids (n,) to train on.
-        val: The same, for early stopping.
-        test: The same, to score.
-        seed: Of the probe.
-        hidden: Width of the hidden layer.
-
-    Returns:
-        Accuracy on the test rows.
-
-    Raises:
-        InputError: One class only in train, no rows, or NaN.
-        ShapeError: Labels or widths that don't fit.
-
-    Examples:
-        >>> x = torch.randn(300, 3, generator=torch.Generator().manual_seed(0))
-        >>> y = (x[:, 0] > 0).long()
-        >>> mlp_accuracy((x[:200], y[:200]), (x[200:250], y[200:250]), (x[250:], y[250:])) > 0.9
-        True
-    """
+    """Test accuracy of an MLP probe; each part has features (n, d) and class ids (n,), ``val`` for early stopping."""
     classes = int(max(y.max() for _, y in (train, val, test))) + 1
     return MLPProbe(hidden=hidden, seed=seed).fit(*train, *val, n_classes=classes).score(*test)
 

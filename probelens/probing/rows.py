@@ -19,29 +19,17 @@ from probelens.probing.splits import Split
 from probelens.probing.values import ValueFit, value_guesses
 from probelens.tasks.baselines import baselines
 
-__all__ = ["Recorder", "guesses"]
-
 
 @dataclass(frozen=True, eq=False)
 class Recorder:
-    """Writes the rows of one seed into a result.
-
-    Args:
-        out: The result.
-        data: What is probed.
-        split: Its sequences.
-        seed: Of the split.
-        controls: Control labels of the labels that have them. each (n, pos)
-        beside: Baselines of each label.
-        n_boot: Resamples for each interval.
-    """
+    """Writes the rows of one seed into a result."""
 
     out: ProbeResult
     data: Data
     split: Split
     seed: int
-    controls: dict[str, Tensor]
-    beside: dict[str, dict[str, float]]
+    controls: dict[str, Tensor]  # control labels of the labels that have them, each (n, pos)
+    beside: dict[str, dict[str, float]]  # baselines of each label
     n_boot: int
 
     def site(self, site: str, fitted: Fitted, base: Fitted | None) -> None:
@@ -157,10 +145,8 @@ def _whole(data: Data, most: int | None, seed: int) -> Tensor:
 
 
 def guesses(data: Data, split: Split, w: int) -> dict[str, dict[str, float]]:
-    """Test scores of guesses without activations, by label.
-
-    For classes the accuracy of the majority class and, with tokens, of position and of the last w tokens; for
-    numbers R² of position and of the last w tokens.
+    """Test scores of guesses without activations, by label: for classes the accuracy of the majority class and, with
+    tokens, of position and of the last w tokens; for numbers R² of position and of the last w tokens.
     """
     out = {label: value_guesses(data, y, split, w) for label, y in data.numbers.items()}
     train, test = split.train, split.test

@@ -16,29 +16,18 @@ from probelens.probing.solvers.ridge import ridge_path
 from probelens.probing.splits import Split
 from probelens.tasks.baselines import windows
 
-__all__ = ["DEFAULT_ALPHAS", "ValueFit", "fit_values", "value_guesses"]
-
 DEFAULT_ALPHAS = tuple(10.0**k for k in range(-2, 6))
 
 
 @dataclass(frozen=True, eq=False)
 class ValueFit:
-    """The ridge probe of one label on one site and split, and its guesses on the test rows.
-
-    Args:
-        alpha: The penalty that did best on validation.
-        coef: Direction in the space of the activations. (d,)
-        intercept: In the label's unit. ()
-        guess: Numbers guessed where labels count in the test sequences. (row,)
-        n_rows: Rows of training and of validation.
-        directions: Where the label lies in the activations, by every definition.
-    """
+    """The ridge probe of one label on one site and split, and its guesses on the test rows."""
 
     alpha: float
-    coef: Tensor
-    intercept: Tensor
-    guess: Tensor
-    n_rows: tuple[int, int]
+    coef: Tensor  # (d,)
+    intercept: Tensor  # ()
+    guess: Tensor  # where labels count in the test sequences (row,)
+    n_rows: tuple[int, int]  # of training and of validation
     directions: Directions
 
 
@@ -47,15 +36,7 @@ def fit_values(
 ) -> list[dict[str, ValueFit]]:
     """Fit ridge probes of several sets of labels on one site, with one factorisation for all.
 
-    Args:
-        x: Activations. (n, pos, d)
-        tasks: Sets of numbers by label. each (n, pos)
-        mask: Where labels count. (n, pos)
-        split: Sequences of train, validation and test.
-        alphas: Penalties to choose from on validation, for standardised features.
-
-    Returns:
-        For each set, the probe of each label.
+    ``x`` is (n, pos, d), labels and mask are (n, pos). The penalty is chosen on validation, for standardised features.
     """
     sides = (split.train, split.val, split.test)
     train, val, test = (x[rows][mask[rows]] for rows in sides)
@@ -77,17 +58,8 @@ def fit_values(
 
 
 def value_guesses(data: Data, values: Tensor, split: Split, w: int) -> dict[str, float]:
-    """R² of guesses that need no activations.
-
-    Args:
-        data: What is probed.
-        values: One numeric label. (n, pos)
-        split: Sequences of train, validation and test.
-        w: Window of the last-tokens guess.
-
-    Returns:
-        Of the mean at each position and, with tokens, of the mean after the longest window of the last w
-        tokens that occurs in training.
+    """R² of guesses without activations: of the mean at each position and, with tokens, of the mean after the longest
+    window of at most the last ``w`` tokens that occurs in training.
     """
     mask, at = data.mask, data.at
     train, test = mask[split.train], mask[split.test]

@@ -62,22 +62,10 @@ class Eraser(Result):
         return torch.eye(self.d, dtype=self.left.dtype, device=self.left.device) - self.left @ self.right
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Erase.
-
-        Args:
-            x: Activations. (..., d)
-
-        Returns:
-            Activations of the same shape, dtype and device, computed in float64; ``x`` is not changed.
+        """Erase from activations (..., d); returns the same shape, dtype and device, computed in float64.
 
         Raises:
             ShapeError: ``x`` has another width.
-
-        Examples:
-            >>> X = torch.tensor([[0.0, 1.0], [2.0, 1.5], [0.0, -1.0], [2.0, -1.5]])
-            >>> eraser = leace(X, torch.tensor([0, 1, 0, 1]))
-            >>> eraser(X)[:, 0]
-            tensor([1., 1., 1., 1.])
         """
         x = tensor_of("activations", x)
         if x.shape[-1:] != (self.d,):

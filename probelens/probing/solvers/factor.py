@@ -44,6 +44,7 @@ class Factorised:
         removed: Orthonormal rows spanning what was projected out, on the scale of x. (k, d)
         fit_intercept: Whether the features are centred.
         refactored: Whether values and vectors are those of the features without what was projected out.
+        memo: Kept for all factorisations that share these features: by name, what it was made of and the tensor. each (...)
 
     Units:
         Memory: one copy of the features, plus d² numbers in float64.
@@ -67,8 +68,8 @@ class Factorised:
     precise: bool
     _source: Tensor
     refactored: bool = False
+    memo: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _exact: dict[str, Tensor] = field(default_factory=dict)
-    _memo: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @classmethod
     @exact
@@ -157,33 +158,10 @@ class Factorised:
 
     def rotation(self) -> Tensor:
         """The eigenvectors in the dtype of the fit. (d, r)"""
-        held = self._memo.get("vectors")
-        if held is None or held[0] is not self.vectors:
-            held = self._memo["vectors"] = self.vectors, self.vectors.to(self.x.dtype)
-        return held[1]
-
-    def remembered(self, what: str, labels: Tensor) -> Tensor | None:
-        """What ``remember`` kept for these labels, computed before any projection.
-
-        Args:
-            what: Its name.
-            labels: Class ids. (n,)
-
-        Returns:
-            The tensor kept, (...); None where there is none, or for other labels.
-        """
-        held = self._memo.get(what)
-        return held[1] if held is not None and torch.equal(held[0], labels) else None
-
-    def remember(self, what: str, labels: Tensor, value: Tensor) -> None:
-        """Keep a tensor for all factorisations that share these features.
-
-        Args:
-            what: Its name; an earlier tensor of this name is replaced.
-            labels: Class ids that it belongs to. (n,)
-            value: The tensor, (...).
-        """
-        self._memo[what] = labels, value
+        kept = self.memo.get("vectors")
+        if kept is None or kept[0] is not self.vectors:
+            kept = self.memo["vectors"] = self.vectors, self.vectors.to(self.x.dtype)
+        return kept[1]
 
     @exact
     def project_out(self, basis: Tensor, *, refactor: bool = False) -> Factorised:

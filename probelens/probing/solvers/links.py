@@ -10,16 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["Link", "Sigmoid", "Softmax", "link_for"]
-
 
 class Link:
-    """Loss, residual and curvature of one label set.
-
-    Args:
-        y: Class ids. (n,) int64
-        weight: Weight of each row, None for ones. (n,)
-    """
+    """Loss, residual and curvature of one label set, with class ids (n,) and row weights (n,), None for ones."""
 
     columns: int
 

@@ -9,31 +9,20 @@ from torch import Tensor
 
 from probelens.probing.solvers.factor import Factorised
 
-__all__ = ["Preconditioner"]
-
 
 @dataclass(frozen=True, eq=False)
 class Preconditioner:
     """Inverse of C · S ⊗ XᵀX + I for the weights and of C · n · S for the intercepts.
 
-    S is the mean covariance of the predicted classes. Were it the same in every row, this would be the
-    inverse Hessian.
-
-    Args:
-        shared: The features.
-        vectors: Eigenvectors of XᵀX, in the dtype of the fit. (d, r)
-        inverse: The inverse in their basis, for each eigenvector of S. (k, r)
-        classes: Eigenvectors of S, as columns. (k, k)
-        intercept: The inverse for the intercepts, for each eigenvector of S. (k,)
-        constraint: Removed directions Q (m, d), QV (m, r), and (Q M⁻¹ Qᵀ)⁻¹ for each M, the matrix that is
-            inverted (k, m, m); None where none was removed after the factorisation.
+    S is the mean covariance of the predicted classes. Were it the same in every row, this would be the inverse Hessian.
     """
 
     shared: Factorised
-    vectors: Tensor
-    inverse: Tensor
-    classes: Tensor
-    intercept: Tensor
+    vectors: Tensor  # of XᵀX, in the dtype of the fit (d, r)
+    inverse: Tensor  # in their basis, for each eigenvector of S (k, r)
+    classes: Tensor  # eigenvectors of S, as columns (k, k)
+    intercept: Tensor  # the inverse for the intercepts, for each eigenvector of S (k,)
+    # Directions Q (m, d) removed after the factorisation, QV (m, r), and (Q M⁻¹ Qᵀ)⁻¹ for each inverted M (k, m, m).
     constraint: tuple[Tensor, Tensor, Tensor] | None
 
     def __call__(self, gw: Tensor, gb: Tensor) -> tuple[Tensor, Tensor]:

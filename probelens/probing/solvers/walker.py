@@ -133,16 +133,7 @@ class _End:
 
 
 class Walker:
-    """Solves one label set at growing C.
-
-    Args:
-        shared: The features.
-        link: The loss of the label set.
-        Cs: Inverse penalties, ascending.
-        tol: Relative gap to stop at.
-        max_iter: Iterations at each C.
-        stop: Called with each fit; True ends the path.
-    """
+    """Solves one label set at growing C, at most ``max_iter`` iterations at each; ``stop`` ends the path by a fit."""
 
     def __init__(
         self,
@@ -237,11 +228,13 @@ class Walker:
         residual = self.link.weighted(guess.r)
         # With no weights yet, nothing projected out matters: every INLP step begins with the same gradient.
         what = f"gradient at {self.link.columns} columns without weights"
-        gw = self.shared.remembered(what, self.link.y) if start else None
-        if gw is None:
+        kept = self.shared.memo.get(what) if start else None
+        if kept is not None and torch.equal(kept[0], self.link.y):
+            gw = kept[1]
+        else:
             gw = yield "gradient", residual
             if start:
-                self.shared.remember(what, self.link.y, gw)
+                self.shared.memo[what] = self.link.y, gw
         gw = self.shared.restrict(gw)
         gb = residual.sum(0) if self.shared.fit_intercept else torch.zeros_like(guess.b)
         return _Point(guess.w, guess.b, guess.z, guess.loss, gw, gb)
