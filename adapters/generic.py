@@ -34,13 +34,9 @@ _SHARED = ("shared_transformer", "shared_transf")
 class GenericHF(HFTransformer):
     """A Hugging Face decoder of mixed or unknown blocks: Jamba, Zamba2, RWKV, RecurrentGemma and their like.
 
-    Every block has its residual stream and the output of its mixer, whatever that is; attention, Mamba
-    mixers and MLPs have the points that they have elsewhere. On attention blocks ``hook_mixer_out`` is
-    another name of ``hook_attn_out``, so that "mixer_out" means every block.
-
-    Args:
-        module: The model.
-        tokenizer: For text inputs.
+    Every block has its residual stream and the output of its mixer, whatever that is; attention, Mamba mixers and MLPs
+    have the points that they have elsewhere. On attention blocks ``hook_mixer_out`` is another name of
+    ``hook_attn_out``, so that "mixer_out" means every block.
     """
 
     name = "generic"
@@ -135,16 +131,9 @@ def _has_inside(mixer: nn.Module) -> bool:
 class Generic(Adapter):
     """Any ``nn.Module``: say where its blocks are.
 
-    Args:
-        module: The model. Its first argument is the input, its first output tensor the logits.
-        blocks: Path of the ``ModuleList`` (or ``Sequential``) of blocks, or a list of paths.
-        embed: Path of the token embedding, if there is one.
-        ln_final: Path of the norm after the last block, if there is one.
-        unembed: Path of the output layer, if there is one.
-        tokenizer: For text inputs.
-
-    Raises:
-        InputError: A path that the module doesn't have.
+    Its first argument is the input, its first output tensor the logits. ``blocks`` is the path of the ``ModuleList``
+    (or ``Sequential``) of blocks, or a list of paths; ``embed``, ``ln_final`` and ``unembed`` are paths as far as these
+    exist.
     """
 
     name = "generic"

@@ -31,12 +31,7 @@ __all__ = ["MambaSSM", "load_checkpoint"]
 
 
 class MambaSSM(Adapter):
-    """``mamba_ssm.MambaLMHeadModel`` with Mamba, Mamba-2 and attention layers, with or without MLPs.
-
-    Args:
-        module: The model, or its backbone (a ``MixerModel``).
-        tokenizer: For text inputs.
-    """
+    """``mamba_ssm.MambaLMHeadModel`` or its backbone, with Mamba, Mamba-2 or attention, with or without MLPs."""
 
     name = "mamba-ssm"
     priority = 60

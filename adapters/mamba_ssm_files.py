@@ -64,18 +64,9 @@ def read_config(name: str, **hub: Any) -> dict[str, Any]:
 def load(name: str, *, dtype: torch.dtype | None = None, **hub: Any) -> nn.Module:
     """A checkpoint in mamba-ssm's format as a ``MambaForCausalLM`` or ``Mamba2ForCausalLM``, in eval mode.
 
-    Args:
-        name: A folder with ``config.json`` and ``pytorch_model.bin`` or ``model.safetensors``, as written by
-            ``MambaLMHeadModel.save_pretrained``, or a model of that kind on the hub.
-        dtype: Dtype of the result; None for that of the checkpoint's projections.
-        **hub: ``revision``, ``cache_dir`` and ``token``, for the hub.
-
-    Returns:
-        The model of transformers' class, with the same logits.
-
-    Raises:
-        InputError: An option that transformers' class doesn't have, missing or unknown weights, a file that
-            can't be read.
+    ``name`` is a folder as written by ``MambaLMHeadModel.save_pretrained``, or a model of that kind on the hub; without
+    ``dtype`` that of the checkpoint's projections is kept. Options that transformers' class doesn't have, missing or
+    unknown weights and files that can't be read are InputErrors.
     """
     config = {**_DEFAULTS, **read_config(name, **hub)}
     module = _empty(name, config)

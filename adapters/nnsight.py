@@ -32,17 +32,8 @@ _Visit = tuple[Any, Site, SimpleNamespace, list[tuple[int, Callable[..., Any] | 
 class NNsight(Adapter):
     """An ``nnsight.NNsight``, ``LanguageModel`` or ``TransformersModel``.
 
-    Without ``remote`` the hooked model is the one over the module inside, with the adapter of its
-    architecture; nnsight's traces go on working on it.
-
-    Args:
-        module: The nnsight model.
-        remote: Where to run: False here, True on NDIF, "local" or a host as for ``model.trace(remote=)``.
-        tokenizer: For text inputs; None for the nnsight model's own.
-        blocks: As for ``probelens.wrap`` of any module, where no adapter knows the module inside.
-        embed: As for ``probelens.wrap``.
-        ln_final: As for ``probelens.wrap``.
-        unembed: As for ``probelens.wrap``.
+    Without ``remote`` the hooked model is the one over the module inside, with the adapter of its architecture;
+    nnsight's traces go on working on it. True runs it on NDIF, "local" or a host as for ``model.trace(remote=)``.
     """
 
     name = "nnsight"
@@ -215,8 +206,8 @@ def _trace(
 ) -> tuple[dict[int, Tensor], dict[int, str], Any]:
     """One trace: what the readers keep, the hooks whose return value can't be used, and the output.
 
-    The body runs on the other machine. It uses torch, nnsight and what stands in this function, since
-    probelens need not be installed there.
+    The body runs on the other machine, where probelens need not be installed: it uses torch, nnsight and this function
+    alone.
     """
     import nnsight
 

@@ -35,15 +35,9 @@ _NOTES = {
 class TorchRNN(Adapter):
     """Any module that contains ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` layers, or is one.
 
-    Blocks are the recurrent layers in the order in which the modules were registered, which must be
-    the order in which they run.
-
-    Args:
-        module: The model.
-        embed: Path of the token embedding; found if there is exactly one ``nn.Embedding``.
-        ln_final: Path of a norm after the last layer, if there is one.
-        unembed: Path of the output layer; found if exactly one ``nn.Linear`` follows the layers.
-        tokenizer: For text inputs.
+    Blocks are the recurrent layers in the order in which the modules were registered, which must be the order in which
+    they run. ``embed`` is found if there is exactly one ``nn.Embedding``, ``unembed`` if exactly one ``nn.Linear``
+    follows.
     """
 
     name = "torch-rnn"

@@ -75,12 +75,6 @@ class TransformerLens(Adapter):
     """A ``TransformerBridge``: its blocks, its names, its own forward.
 
     Wrapping runs the bridge once, on two tokens, to see which of its hook points are reached.
-
-    Args:
-        module: The bridge.
-
-    Raises:
-        AdapterNotFoundError: A bridge without one list of blocks, or one that doesn't run on tokens.
     """
 
     name = "transformer-lens"

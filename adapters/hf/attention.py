@@ -44,21 +44,10 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Eager attention with a tap at q, k, v, the scores and the pattern.
 
-    Args:
-        module: The attention module, which names the taps.
-        query: After rotary embedding. (batch, head, pos, d_head)
-        key: Heads still grouped. (batch, kv_head, key_pos, d_head)
-        value: Heads still grouped. (batch, kv_head, key_pos, d_head)
-        attention_mask: Added to the scores, or boolean, True where they count; None for a causal one.
-            (batch, 1, pos, key_pos)
-        scaling: Factor on the scores; d_head**−½ if None.
-        dropout: Dropped share of the pattern, in training.
-        softcap: Bound of the scores, as in Gemma 2.
-        s_aux: Attention sinks: a logit per head that takes weight from the keys, as in GPT-OSS.
-        **kwargs: What masks and kernels use, and eager attention doesn't.
-
-    Returns:
-        z (batch, pos, head, d_head), and the pattern (batch, head, pos, key_pos).
+    Heads come before positions, those of ``key`` and ``value`` still grouped. The mask is added to the scores, or
+    boolean and True where they count; None for a causal one. ``softcap`` bounds the scores, as in Gemma 2. ``s_aux`` is
+    a logit per head that takes weight from the keys, as in GPT-OSS. Returns z (batch, pos, head, d_head), and the
+    pattern (batch, head, pos, key_pos).
     """
     if kwargs.get("position_bias") is not None:
         raise InputError(
@@ -116,8 +105,8 @@ def _masked(scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
 def instrumented(module: nn.Module, config: Any, tap: Tap) -> Iterator[None]:
     """Run the attention of ``module`` with ``tap`` while the context lasts.
 
-    The setting is one per config, so the model's other layers run eager attention meanwhile: the
-    same numbers, and no tap.
+    The setting is one per config, so the model's other layers run eager attention meanwhile: the same numbers, and no
+    tap.
     """
     with _LOCK:
         register()

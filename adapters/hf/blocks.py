@@ -114,16 +114,7 @@ def uses_interface(attention: nn.Module) -> bool:
 
 
 def parts_of(block: nn.Module, config: Any) -> BlockParts:
-    """Find the parts of a block.
-
-    Args:
-        block: One block of the decoder.
-        config: The decoder's config.
-
-    Returns:
-        What was found. Where a sum of parts is not what the block adds to the residual, the part is left
-        out and the reason given.
-    """
+    """Find the parts of a block. One whose output isn't what it adds to the residual is left out, with the reason."""
     attention, mixer = first_child(block, ATTENTION), first_child(block, MIXERS)
     if mixer is not None and uses_interface(block.get_submodule(mixer)):
         # Nemotron-H and RecurrentGemma call every kind of mixer by one name, attention among them.

@@ -51,12 +51,7 @@ def _mlp_width(config: Any, width: int) -> int:
 
 
 class HFAdapter(Adapter):
-    """Blocks, embedding, final norm and unembedding of a transformers decoder.
-
-    Args:
-        module: A ``...ForCausalLM`` or the bare ``...Model``.
-        tokenizer: For text inputs.
-    """
+    """Blocks, embedding, final norm and unembedding of a ``...ForCausalLM`` or a bare ``...Model`` of transformers."""
 
     options = ("tokenizer",)
 
@@ -141,11 +136,8 @@ def load_pretrained(
 ) -> tuple[nn.Module, Any]:
     """A causal language model and its tokenizer (None if it has none) from the hub or a folder.
 
-    A checkpoint in mamba-ssm's own format is read into transformers' class. Where the hub can't be reached, the
-    local cache is all that is asked.
-
-    Raises:
-        InputError: There is no such model, it can't be read, or the hub can't be reached and the cache lacks it.
+    A checkpoint in mamba-ssm's own format is read into transformers' class. Where the hub can't be reached, the local
+    cache is all that is asked. What can't be found or read is an InputError.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

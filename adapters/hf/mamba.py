@@ -21,12 +21,7 @@ __all__ = ["HFMamba"]
 
 
 class HFMamba(HFAdapter):
-    """``MambaForCausalLM``, ``MambaModel`` and FalconMamba.
-
-    Args:
-        module: The model.
-        tokenizer: For text inputs.
-    """
+    """``MambaForCausalLM``, ``MambaModel`` and FalconMamba."""
 
     name = "hf-mamba"
     priority = 60

@@ -8,12 +8,7 @@ __all__ = ["HFMamba2"]
 
 
 class HFMamba2(HFMamba):
-    """``Mamba2ForCausalLM`` and ``Mamba2Model``.
-
-    Args:
-        module: The model.
-        tokenizer: For text inputs.
-    """
+    """``Mamba2ForCausalLM`` and ``Mamba2Model``."""
 
     name = "hf-mamba2"
     model_types = ("mamba2",)

@@ -58,9 +58,8 @@ def faster_mixers(adapter: Adapter, paths: list[str]) -> list[str]:
 def instrumented(mixer: nn.Module, tap: Tap) -> contextlib.AbstractContextManager[None]:
     """Run the reference forward of a mixer, with ``tap``, while the context lasts.
 
-    Raises:
-        InputError: The mixer's forward is not its class's own or gives other numbers, or a PyTorch hook stands on a
-            module that the reference forward computes itself.
+    A mixer whose forward is not its class's own or gives other numbers is an InputError, and so is a PyTorch hook on a
+    module that the reference forward computes itself.
     """
     refuse_replaced_forward(mixer, PACKAGES, METHODS)
     for name in ("norm", "act"):

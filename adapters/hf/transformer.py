@@ -36,12 +36,7 @@ _INSIDE = {
 
 
 class HFTransformer(HFAdapter):
-    """Any transformers decoder whose blocks have an attention and an MLP.
-
-    Args:
-        module: For example a ``GPTNeoXForCausalLM``.
-        tokenizer: For text inputs.
-    """
+    """Any transformers decoder whose blocks have an attention and an MLP, such as a ``GPTNeoXForCausalLM``."""
 
     name = "hf-transformer"
     priority = 10

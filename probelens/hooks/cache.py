@@ -355,20 +355,10 @@ def recorders(
     points: Iterable[HookPoint], incl_bwd: bool, device: Any, dtype: torch.dtype | None,
     pos_slice: Slice, cache: dict[str, Any] | None = None, squeeze: bool = False,
 ) -> tuple[dict[str, Any], list[Entry], list[Entry]]:  # fmt: skip
-    """Hooks that copy what they see into a dict.
+    """A dict, and the entries for the forward and the backward pass that copy what they see at the points into it.
 
-    Args:
-        points: Where to listen.
-        incl_bwd: Also the gradients there, under ``name + "_grad"``.
-        device: Where the copies go; None leaves them where they are.
-        dtype: Dtype of the copies; None keeps it.
-        pos_slice: Positions to keep.
-        cache: The dict to fill; None for a new one.
-        squeeze: Leave out a batch axis of size 1.
-
-    Returns:
-        The dict, and the entries for the forward and the backward pass. A state point that is
-        offered step by step fills a list with one tensor (batch, ...) a step.
+    Gradients go under ``name + "_grad"``. A state point that is offered step by step fills a list with one tensor
+    (batch, ...) a step. ``squeeze`` leaves out a batch axis of size 1.
     """
     cache = {} if cache is None else cache
 
@@ -406,14 +396,7 @@ def recorders(
 
 
 def without_batch(hooks: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Hooks that see their tensor without its batch axis, which must have size 1.
-
-    Args:
-        hooks: Pairs (name, fn).
-
-    Raises:
-        ShapeError: When a hook is called with more than one example.
-    """
+    """Hooks that see their tensor without its batch axis; a ShapeError when called with more than one example."""
 
     def one(fn: Any) -> Any:
         def call(tensor: Tensor, hook: HookPoint) -> Tensor | None:

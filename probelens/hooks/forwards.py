@@ -74,14 +74,7 @@ _PACKAGES = ("torch", "transformers", "accelerate", "peft", "nnsight", "probelen
 
 
 def hooked_by_hand(module: nn.Module) -> str | None:
-    """Whether the caller registered PyTorch forward hooks on a module or anything in it.
-
-    Args:
-        module: The module.
-
-    Returns:
-        Path of the first module with one, "" for the module itself; None if there is none.
-    """
+    """Path of the first module with a PyTorch forward hook of the caller's, "" for the module itself; None for none."""
     for path, each in module.named_modules():
         for hook in (*each._forward_hooks.values(), *each._forward_pre_hooks.values()):
             home = getattr(hook, "__module__", None) or type(hook).__module__
@@ -165,15 +158,7 @@ def device_of(module: nn.Module) -> torch.device | None:
 
 
 def with_weights(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that runs with the weights of the module and of all below it in place.
-
-    Args:
-        module: The module whose forward ``forward`` replaces.
-        forward: May read the weights of submodules without calling them.
-
-    Returns:
-        ``forward`` itself where nothing is offloaded.
-    """
+    """A forward that runs with the offloaded weights of the module and of all below it in place, which it may read."""
     own: Any = getattr(module, "_hf_hook", None)
     below: list[Any] = [m for m in module.modules() if m is not module and getattr(m, "_hf_hook", None) is not None]
     if own is None and not below:
@@ -222,15 +207,7 @@ class Fires(Protocol):
 
 
 def attach_to_module(switchboard: Fires, point: HookPoint) -> list[Any]:
-    """PyTorch hooks on the module at ``point.site`` that fire the point.
-
-    Args:
-        switchboard: Whom to hand the tensor.
-        point: A boundary point.
-
-    Returns:
-        Their handles.
-    """
+    """PyTorch hooks on the module at ``point.site`` that fire the point; returns their handles."""
     name, site = point.name, point.site
     assert site is not None, f"{name!r} is a boundary point without a site"
     module = switchboard.root.get_submodule(site.path)
@@ -290,15 +267,7 @@ def attach_to_module(switchboard: Fires, point: HookPoint) -> list[Any]:
 
 @contextlib.contextmanager
 def stopped_before(module: nn.Module, what: str) -> Iterator[None]:
-    """End a forward pass of this thread where ``module`` would begin.
-
-    Args:
-        module: The first module that doesn't run.
-        what: Name of its first tensor, for an error message.
-
-    Yields:
-        Nothing; the forward raises ``StopForward``, which carries the first tensor that the module is called with.
-    """
+    """End a forward pass of this thread where ``module`` would begin, by a ``StopForward`` with its first tensor."""
     thread = threading.get_ident()
 
     def stop(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -314,15 +283,7 @@ def stopped_before(module: nn.Module, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def called_with(module: nn.Module, tensor: Tensor) -> Iterator[None]:
-    """Put ``tensor`` in place of the first tensor that this thread calls ``module`` with.
-
-    Args:
-        module: The module.
-        tensor: Its new input, of the shape of the old one.
-
-    Yields:
-        Nothing.
-    """
+    """Put ``tensor`` in place of the first tensor that this thread calls ``module`` with."""
     thread = threading.get_ident()
 
     def feed(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -341,12 +302,7 @@ def called_with(module: nn.Module, tensor: Tensor) -> Iterator[None]:
 def passed_over(blocks: Iterable[nn.Module], outputs: int) -> Iterator[None]:
     """Let blocks give back the first tensor they are called with, instead of running, in this thread.
 
-    Args:
-        blocks: The modules.
-        outputs: Length of the tuple that a block returns; 0 where it returns a tensor.
-
-    Yields:
-        Nothing.
+    ``outputs`` is the length of the tuple that a block returns; 0 where it returns a tensor.
     """
     thread = threading.get_ident()
 
@@ -366,18 +322,7 @@ def passed_over(blocks: Iterable[nn.Module], outputs: int) -> Iterator[None]:
 
 
 def length_of_output(module: nn.Module, run: Callable[[], Any]) -> int:
-    """How many values a module returns, which the loop around a model's blocks expects of each.
-
-    Args:
-        module: The module.
-        run: Runs the model, at least as far as the module.
-
-    Returns:
-        Length of the tuple; 0 for a tensor.
-
-    Raises:
-        ShapeError: The run doesn't call the module.
-    """
+    """Length of the tuple that a module returns when ``run`` runs the model as far as it; 0 for a tensor."""
     seen: list[int] = []
     handle = module.register_forward_hook(lambda m, args, out: seen.append(len(out) if isinstance(out, tuple) else 0))
     try:
@@ -400,11 +345,7 @@ _stance: contextlib.AbstractContextManager[None] | None = None
 
 
 def hold() -> None:
-    """Set compilation aside until as many ``release`` have come.
-
-    Raises:
-        InputError: This runs inside of what torch.compile is compiling.
-    """
+    """Set compilation aside until as many ``release`` have come; an InputError under torch.compile."""
     global _count, _stance
     with _lock:
         # Who never used torch.compile doesn't have to wait for its import.

@@ -24,21 +24,9 @@ __all__ = [
 
 
 def prepared(model: Wrapped, inputs: Any, mask: Any, start: int | None, extra: dict[str, Any]) -> Call:
-    """The call of the module that inputs ask for.
+    """The call that inputs ask for: tokens (batch, pos), text, keywords, or the residual that enters block ``start``.
 
-    Args:
-        model: The wrapped model.
-        inputs: Tokens (batch, pos), text, keywords, or the residual that enters block ``start``.
-        mask: 1 for real tokens, 0 for padding; None for no padding. (batch, pos)
-        start: First block that runs; None for all.
-        extra: Keywords for the module's forward, and ``prepend_bos``.
-
-    Returns:
-        A call on the model's device.
-
-    Raises:
-        InputError: A token outside the vocabulary, text without a tokenizer, or inputs of another kind.
-        ShapeError: Tokens that aren't (batch, pos), or a residual that isn't (batch, pos, d_model).
+    ``extra`` are keywords for the module's forward, and ``prepend_bos``.
     """
     adapter = model.adapter
     device = adapter.device()
@@ -84,17 +72,7 @@ def prepared(model: Wrapped, inputs: Any, mask: Any, start: int | None, extra: d
 
 
 def need_tokenizer(adapter: Adapter) -> Any:
-    """The model's tokenizer.
-
-    Args:
-        adapter: What the architecture says about itself.
-
-    Returns:
-        ``adapter.tokenizer``.
-
-    Raises:
-        InputError: There is none.
-    """
+    """The model's tokenizer; an InputError without one."""
     if adapter.tokenizer is None:
         raise InputError(
             f"text given, but this {type(adapter.module).__name__} has no tokenizer. "
@@ -106,19 +84,7 @@ def need_tokenizer(adapter: Adapter) -> Any:
 def tokens_of(
     adapter: Adapter, text: str | Sequence[str], prepend_bos: bool | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Token ids of text, padded to the longest.
-
-    Args:
-        adapter: What the architecture says about itself.
-        text: One string or several.
-        prepend_bos: Put the beginning-of-sequence token in front; None for the tokenizer's habit.
-
-    Returns:
-        Ids (batch, pos), and 1 for real tokens (batch, pos) where padding was needed, None otherwise.
-
-    Raises:
-        InputError: The model has no tokenizer, or the text gives no tokens.
-    """
+    """Token ids (batch, pos) of text, padded to the longest, and 1 for real tokens where padding was needed."""
     need_tokenizer(adapter)
     return adapter.tokenize([text] if isinstance(text, str) else list(text), prepend_bos)
 
@@ -144,14 +110,7 @@ def _check_tokens(model: Wrapped, tokens: Any) -> None:
 
 
 def described(value: Any) -> str:
-    """A value in words, for an error message.
-
-    Args:
-        value: Anything.
-
-    Returns:
-        Its shape and dtype, or its type.
-    """
+    """A value in words, for an error message."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
     return f"a {type(value).__name__}"
@@ -161,14 +120,7 @@ def described(value: Any) -> str:
 
 
 def has_gap(mask: Tensor) -> bool:
-    """Whether a real token comes after padding.
-
-    Args:
-        mask: 1 for real tokens. (example, pos)
-
-    Returns:
-        False where all padding is on the right.
-    """
+    """Whether a real token comes after padding; the mask (example, pos) has 1 for real tokens."""
     real = mask.long()
     return bool((real[:, 1:] > real[:, :-1]).any())
 
@@ -178,17 +130,8 @@ def positions_for_padding(
 ) -> dict[str, Any]:
     """Keywords for a run with this mask: with ``position_ids`` where the model would count padding as positions.
 
-    Args:
-        model: The wrapped model.
-        mask: 1 for real tokens. (example, pos)
-        extra: Keywords from the user; position_ids among them stay.
-        inputs: Tokens or keywords of this call, on which the mask is tried; None for random tokens.
-
-    Returns:
-        ``extra``, or a copy with ``position_ids``, which count real tokens.
-
-    Raises:
-        InputError: Padding that reaches real tokens although the mask is given, or where that could not be tried.
+    The mask is tried on ``inputs``, tokens or keywords of this call, or on random tokens. Padding that reaches real
+    tokens all the same, or where that could not be tried, is an InputError.
     """
     if mask is None or mask.ndim != 2 or extra.get("position_ids") is not None or bool(mask.all()):
         return extra
@@ -219,15 +162,7 @@ def positions_for_padding(
 
 
 def reads_both_ways(model: Wrapped, inputs: Any = None) -> bool:
-    """Whether a later token changes what the model makes of earlier ones, so that padding on the right is read too.
-
-    Args:
-        model: The wrapped model.
-        inputs: What the model runs on, for models that random tokens alone don't run.
-
-    Returns:
-        True also where no trial could be made.
-    """
+    """Whether a later token changes what the model makes of earlier ones; True also where no trial could be made."""
     if any(getattr(module, "bidirectional", False) for module in model.module.modules()):
         return True
     try:
@@ -237,18 +172,10 @@ def reads_both_ways(model: Wrapped, inputs: Any = None) -> bool:
 
 
 def padding_mask(mask: Tensor | None, model: Wrapped | None = None, inputs: Any = None) -> Tensor | None:
-    """The attention mask that a batch with this mask needs, or None if it needs none.
+    """The attention mask that a batch with this mask (example, pos) needs, or None if it needs none.
 
-    Padding on the right never reaches an earlier position of a causal model, so only a real token
-    after padding calls for a mask; on a model that reads both ways every padding does.
-
-    Args:
-        mask: True on real tokens. (example, pos)
-        model: The wrapped model; a causal one if None.
-        inputs: What the model runs on, for models that random tokens alone don't run.
-
-    Returns:
-        1 for real tokens, 0 for padding, or None. (example, pos)
+    Padding on the right never reaches an earlier position of a causal model, so only a real token after padding calls
+    for a mask. On a model that reads both ways every padding does; without a model a causal one is meant.
     """
     if mask is None or bool(mask.all()):
         return None
@@ -256,18 +183,10 @@ def padding_mask(mask: Tensor | None, model: Wrapped | None = None, inputs: Any 
 
 
 def mask_for_model(model: Wrapped, attention: Tensor | None, inputs: Any = None) -> Tensor | None:
-    """The attention mask to give the model; None where it needs none.
+    """The attention mask (example, pos) to give the model; None where it needs none.
 
-    A forward that takes no mask needs none where all padding is on the right and the model is causal. Elsewhere the mask
-    is passed on, and refused with the reason.
-
-    Args:
-        model: The wrapped model.
-        attention: 1 for real tokens. (example, pos)
-        inputs: What the model runs on, for models that random tokens alone don't run.
-
-    Returns:
-        1 for real tokens, int64, or None. (example, pos)
+    A forward that takes no mask needs none where all padding is on the right and the model is causal. Elsewhere the
+    mask is passed on, and refused with the reason.
     """
     if attention is None:
         return None

@@ -26,14 +26,7 @@ class HasPoints(Protocol):
 
 
 def need_wrapped(model: object) -> None:
-    """Refuse what isn't a wrapped model; forgetting ``pl.wrap`` is the first slip there is.
-
-    Args:
-        model: What was given as one.
-
-    Raises:
-        InputError: Anything without hook points.
-    """
+    """Refuse what isn't a wrapped model; forgetting ``pl.wrap`` is the first slip there is."""
     if not isinstance(getattr(model, "points", None), Points):
         raise InputError(
             f"expected a wrapped model, got a {type(model).__name__}. Wrap a module with probelens.wrap(module), "
@@ -73,16 +66,7 @@ def resolve(model: HasPoints, names: Names) -> list[HookPoint]:
 def by_point(model: HasPoints, values: Mapping[Any, T]) -> dict[str, T]:
     """A mapping keyed by whatever names hook points, keyed by their full names.
 
-    Args:
-        model: The wrapped model.
-        values: Names to a value; a key that means several points gives each of them its value.
-
-    Returns:
-        Full name to value.
-
-    Raises:
-        UnknownHookError: A key that fits no hook point.
-        InputError: Two keys that mean one point.
+    A key that means several points gives each of them its value. Two keys that mean one point are an InputError.
     """
     found: dict[str, T] = {}
     for key, value in values.items():
@@ -96,12 +80,7 @@ def by_point(model: HasPoints, values: Mapping[Any, T]) -> dict[str, T]:
 
 
 class Points(NameTable):
-    """The hook points of one model, found by name.
-
-    Args:
-        adapter: What the architecture says about itself.
-        owner: Gives the model; it is what a point's own ``add_hook`` calls.
-    """
+    """The hook points of one model, found by name. ``owner`` gives the model that a point's own ``add_hook`` calls."""
 
     def __init__(self, adapter: Adapter, owner: Callable[[], Any]) -> None:
         self.adapter, self.owner = adapter, owner
@@ -112,48 +91,18 @@ class Points(NameTable):
             self._take(point)
 
     def match(self, names: Names) -> tuple[list[HookPoint], bool]:
-        """The points that ``names`` means, and whether the caller named each of them by itself.
-
-        Args:
-            names: As for `resolve`.
-
-        Returns:
-            Points, each once; False where a shorthand for every layer, a glob, a predicate or None was given.
-
-        Raises:
-            UnknownHookError: Nothing fits.
-        """
+        """The points that ``names`` means, each once, and whether each was named by itself; see ``lookup``."""
         found, explicit = self.lookup(names)
         return [self._point(name) for name in found], explicit
 
     def find(self, name: Names) -> HookPoint:
-        """The one point that is meant.
-
-        Args:
-            name: As for `resolve`.
-
-        Returns:
-            The hook point.
-
-        Raises:
-            UnknownHookError: Nothing fits, or several points do.
-        """
+        """The one point that is meant; an UnknownHookError where nothing fits, or several points do."""
         if isinstance(name, str) and name in self.named:
             return self.named[name]
         return self._point(self.one(name))
 
     def table(self, names: Names = None) -> pd.DataFrame:
-        """A row for each point: name, kind, axes, module, aliases, note.
-
-        Args:
-            names: Which points; None for all that are listed.
-
-        Returns:
-            The table, in the order of ``match``.
-
-        Raises:
-            UnknownHookError: Nothing fits.
-        """
+        """A row for each point, in the order of ``match``: name, kind, axes, module, aliases, note."""
         import pandas as pd
 
         columns = ["name", "kind", "axes", "module", "aliases", "note"]
@@ -163,18 +112,7 @@ class Points(NameTable):
         return pd.DataFrame(rows, columns=columns)
 
     def block_number(self, layer: int | None, what: str) -> int | None:
-        """The number of a block counted from 0, where a negative one counts from the end.
-
-        Args:
-            layer: Number of a block, or of blocks for what follows the last one; None for none.
-            what: Name of the argument, for an error message.
-
-        Returns:
-            From 0 to the number of blocks, or None.
-
-        Raises:
-            UnknownHookError: There is no such block.
-        """
+        """The number of a block from 0, where a negative one counts from the end; ``what`` is the argument's name."""
         if layer is None:
             return None
         n = self.n_layers
@@ -184,19 +122,7 @@ class Points(NameTable):
         return layer + n if layer < 0 else layer
 
     def reached(self, names: Names, start_at_layer: int | None, stop_at_layer: int | None) -> list[HookPoint]:
-        """The points that ``names`` means in a run of some blocks.
-
-        Args:
-            names: As for `resolve`; globs and predicates mean the points that the run reaches.
-            start_at_layer: First block that runs; None for all.
-            stop_at_layer: Block before which the run ends; None for none.
-
-        Returns:
-            Points, each once.
-
-        Raises:
-            UnknownHookError: Nothing fits, or there is no such block.
-        """
+        """The points that ``names`` means in a run of some blocks; globs and predicates mean those that it reaches."""
         points, explicit = self.match(names)
         if explicit or (start_at_layer is None and stop_at_layer is None):
             return points
@@ -208,13 +134,7 @@ class Points(NameTable):
     def within(self, point: HookPoint, start: int | None, stop: int | None) -> bool:
         """Whether a run from block ``start`` to block ``stop`` reaches a point.
 
-        Args:
-            point: The point.
-            start: First block that runs; None for all.
-            stop: Block before which the run ends; None for none.
-
-        Returns:
-            False also for a module outside the blocks in a run of some blocks.
+        False also for a module outside the blocks in a run of some blocks.
         """
         if point.block is not None:
             block = point.block
@@ -253,14 +173,7 @@ class Points(NameTable):
         )
 
     def absent(self, asked: Names) -> str | None:
-        """Why the architecture has no such point.
-
-        Args:
-            asked: A name or a shorthand.
-
-        Returns:
-            One sentence; None where it has one, or there is nothing to say.
-        """
+        """Why the architecture has no such point; None where it has one, or there is nothing to say."""
         full = asked_name(asked)
         return None if self.alias(full) in self.names else self.adapter.absent(full)
 

@@ -262,12 +262,6 @@ def interior(
 def has_positions(point: HookPoint) -> bool:
     """Whether a point's tensor has an axis of positions, ``pos_axis``; taken for granted where no axes are known.
 
-    Args:
-        point: A hook point.
-
-    Returns:
-        False where the axes are known and none is of positions.
-
     Examples:
         >>> has_positions(HookPoint("hook_pooled", "boundary", ("batch", "d_model"), "pool"))
         False

@@ -39,17 +39,7 @@ class Wrapped(Protocol):
     def __call__(
         self, inputs: Any, *, stop_at_layer: int | None = None, start_at_layer: int | None = None, **kw: Any
     ) -> Any:
-        """Run the model, or the blocks from ``start_at_layer`` to ``stop_at_layer``.
-
-        Args:
-            inputs: Tokens (batch, pos), text, keywords, or the residual that enters ``start_at_layer``.
-            stop_at_layer: Return the residual entering this block; the rest doesn't run.
-            start_at_layer: Skip the blocks before this one.
-            **kw: Passed to the module's forward.
-
-        Returns:
-            Logits (batch, pos, d_vocab), or the residual.
-        """
+        """Run the model, or some blocks of it: logits (batch, pos, d_vocab), or a residual (batch, pos, d_model)."""
 
     def run_with_hooks(self, inputs: Any, fwd_hooks: Iterable[tuple[Names, Any]] = (), **kw: Any) -> Any:
         """Run once with hooks.

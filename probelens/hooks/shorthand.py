@@ -30,12 +30,9 @@ _LAYER_TYPES = {"a": "attn", "m": "mlp", "b": None, "block": None, "blocks": Non
 
 
 class NameTable:
-    """Full names of hook points in order, and what each way of asking means among them.
+    """Full names of hook points in the order of the forward pass, and what each way of asking means among them.
 
-    Args:
-        names: Full names, in the order of the forward pass.
-        aliases: Other name to full name.
-        n_layers: Number of blocks, for layers counted from the end; None for what the names show.
+    ``n_layers`` is for layers counted from the end; None for what the names show.
 
     Examples:
         >>> table = NameTable(["blocks.0.hook_resid_post", "blocks.1.hook_resid_post"])
@@ -51,28 +48,11 @@ class NameTable:
         self.n_layers = n_layers or 1 + max((block for block in blocks if block is not None), default=-1)
 
     def alias(self, name: str) -> str:
-        """The full name of an alias; other names come back as they are.
-
-        Args:
-            name: Any name.
-
-        Returns:
-            The full name.
-        """
+        """The full name of an alias; other names come back as they are."""
         return self.aliases.get(name, name)
 
     def one(self, asked: Names) -> str:
-        """The one name that is meant.
-
-        Args:
-            asked: As for `probelens.hooks.names.resolve`.
-
-        Returns:
-            Its full name.
-
-        Raises:
-            UnknownHookError: Nothing fits, or several names do.
-        """
+        """The one full name that is meant; an UnknownHookError where nothing fits, or several names do."""
         found, _ = self.lookup(asked)
         if len(found) > 1:
             raise UnknownHookError(
@@ -82,16 +62,9 @@ class NameTable:
         return found[0]
 
     def lookup(self, asked: Names) -> tuple[list[str], bool]:
-        """The names that are meant, and whether the caller named each of them by itself.
+        """The full names that are meant, each once, and whether the caller named each of them by itself.
 
-        Args:
-            asked: As for `probelens.hooks.names.resolve`.
-
-        Returns:
-            Full names, each once; False where a shorthand for every layer, a glob, a predicate or None was given.
-
-        Raises:
-            UnknownHookError: Nothing fits.
+        A shorthand for every layer, a glob, a predicate or None doesn't. UnknownHookError where nothing fits.
         """
         if asked is None:
             return list(self.names), False
@@ -185,49 +158,21 @@ class NameTable:
         return [name for name in self.names if name in found]
 
     def glob(self, pattern: str) -> list[str]:
-        """Names that a glob fits, in order.
-
-        Args:
-            pattern: With ``*``, ``?`` or ``[...]``.
-
-        Returns:
-            Full names; none where it fits nothing.
-        """
+        """Names that a glob fits, in order; none where it fits nothing."""
         found = {*fnmatch.filter(self.names, pattern)}
         found.update(self.aliases[other] for other in fnmatch.filter(self.aliases, pattern))
         return [name for name in self.names if name in found]
 
     def beyond(self, name: str) -> bool:
-        """Whether a name that isn't listed can be hooked all the same; never in a plain table.
-
-        Args:
-            name: A full name.
-
-        Returns:
-            True for names such as those of the user's own modules.
-        """
+        """Whether a name that isn't listed can be hooked all the same; never in a plain table."""
         return False
 
     def unknown(self, asked: Names) -> UnknownHookError:
-        """The error for what fits nothing.
-
-        Args:
-            asked: What was asked for.
-
-        Returns:
-            The error, with the nearest names.
-        """
+        """The error for what fits nothing, with the nearest names."""
         return UnknownHookError(f"{said(asked)} not found. Nearest: {listed(self.near(asked))}")
 
     def near(self, asked: Names) -> list[str]:
-        """What there is that is most like what was asked for.
-
-        Args:
-            asked: What fits nothing.
-
-        Returns:
-            Up to three full names, or shorthands where one was asked for.
-        """
+        """Up to three full names most like what was asked for, or shorthands where one was asked for."""
         full, known = asked_name(asked), [*self.names, *self.aliases]
         if isinstance(asked, str) and not any(char in asked for char in "*?[."):
             short = [LAYER_AXIS, *sorted({n.rsplit(".", 1)[-1].removeprefix("hook_") for n in self.names})]
@@ -238,15 +183,7 @@ class NameTable:
 
 
 def full_name(short: str, layer: int, kind: str | None = None) -> str:
-    """The full name that TransformerLens' ``get_act_name`` gives a shorthand.
-
-    Args:
-        short: Name of a point in a block, such as "resid_post", "q" or "mlp_post".
-        layer: Number of the block.
-        kind: Part of the block, "attn", "mlp", "mixer" or "rnn"; None for the usual one.
-
-    Returns:
-        The name, whether a model has it or not.
+    """The full name that TransformerLens' ``get_act_name`` gives a shorthand, whether a model has it or not.
 
     Examples:
         >>> full_name("q", 2), full_name("out", 0, "mixer")
@@ -259,13 +196,7 @@ def full_name(short: str, layer: int, kind: str | None = None) -> str:
 
 
 def asked_name(asked: Any) -> str:
-    """The full name that was most likely meant, to say why a model doesn't have it.
-
-    Args:
-        asked: A name, a shorthand or a glob.
-
-    Returns:
-        The name, of block 0 where none is given.
+    """The full name that was most likely meant, of block 0 where none is given, to say why a model doesn't have it.
 
     Examples:
         >>> asked_name("resid_mid"), asked_name(("q", 2)), asked_name("blocks.*.hook_resid_mid")

@@ -102,17 +102,7 @@ class Tap:
         self._names = names
 
     def __call__(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
-        """Offer a tensor at a point and go on with what comes back.
-
-        Args:
-            name: Short name of the point.
-            tensor: (batch, pos, ...), or (batch, ...) at one step of a state point.
-            pos: The step, at a state point.
-            length: How many steps there are.
-
-        Returns:
-            The tensor, or what the hooks made of it, of the same shape.
-        """
+        """Offer a tensor (batch, pos, ...), or (batch, ...) at step ``pos``; returns what the hooks made of it."""
         full = self._names.get(name)
         if full is None or full not in self._switchboard.entries:
             return tensor
@@ -381,15 +371,9 @@ class Switchboard:
 
 
 def check_fired(entries: Iterable[Entry], *, backward: bool = True) -> None:
-    """Raise when a hook that was asked for was never called.
+    """Raise a HookNotFiredError that names the silent points when a hook that was asked for was never called.
 
-    Args:
-        entries: The hooks of one call or context.
-        backward: Whether a backward pass should have happened by now. Without it a backward hook
-            counts as fired once it is attached to the graph.
-
-    Raises:
-        HookNotFiredError: Names the silent points.
+    Where no backward pass should have happened by now, a backward hook counts once it is attached to the graph.
     """
     silent = [e for e in entries if not e.fired and (backward or not e.attached)]
     if not silent:

@@ -42,9 +42,7 @@ class Untried(Exception):
 class Fingerprint:
     """What a module consisted of at one time. Two are equal while nothing in the module is exchanged.
 
-    Args:
-        key: Identities, versions and settings of all parts.
-        parts: The parts themselves, referred to weakly, so that an identity given to another object is noticed.
+    The parts are referred to weakly, so that an identity given to another object is noticed.
     """
 
     __slots__ = ("_parts", "key")
@@ -64,18 +62,12 @@ class Fingerprint:
 
 
 def fingerprint(module: nn.Module) -> Fingerprint:
-    """What a module consists of, to compare with ``==``.
+    """What a module consists of, to compare with ``==``; keeps nothing alive.
 
     It changes with a module, a class or a function in it, a PyTorch hook, the identity, dtype or in-place version of a
     parameter or buffer, and a number, text or switch among the attributes of a module or its config. Forwards and hooks
     that this library puts there don't count, nor does the training mode, since every trial runs in evaluation mode.
     Tensors kept as plain attributes don't either: many models store what they last computed.
-
-    Args:
-        module: The module, with everything in it.
-
-    Returns:
-        A fingerprint, which keeps nothing alive.
     """
     return Fingerprint(*_parts(module))
 
@@ -152,17 +144,8 @@ _ANSWERS: weakref.WeakKeyDictionary[Any, _States] = weakref.WeakKeyDictionary()
 def remembered(owner: Any, module: nn.Module, question: Hashable, trial: Callable[[], Answer]) -> Answer:
     """The answer to a question about a module, tried once for each state of the module.
 
-    Args:
-        owner: What the question is about: a wrapped model or a module. Referred to weakly; a copy of it starts anew.
-        module: What the answer depends on.
-        question: Names the question.
-        trial: Finds the answer, which is not None and must not refer to the owner.
-
-    Returns:
-        The answer.
-
-    Raises:
-        Untried: The trial could not be made. This is not remembered.
+    The owner, a wrapped model or a module, is referred to weakly, and a copy of it starts anew. The answer is not None
+    and must not refer to the owner. An ``Untried`` of the trial is not remembered.
     """
     found: Answer | None = recall(owner, module, question)
     if found is not None:
@@ -196,14 +179,9 @@ def remember(owner: Any, module: nn.Module, question: Hashable, answer: Any) -> 
 def agree(found: Tensor, expected: Tensor, dtype: torch.dtype | None = None, *, bits: int = 10) -> bool:
     """Whether two results of one computation differ by rounding only.
 
-    Args:
-        found: One result.
-        expected: The other.
-        dtype: In which the model computes, if it isn't the results' own.
-        bits: Of the coarsest dtype's precision, how many rounding may take; at most 5% of the largest value.
-
-    Returns:
-        False also for another shape, and where nothing finite could be compared.
+    Rounding may take ``bits`` of the precision of the coarsest dtype, at most 5% of the largest value; ``dtype`` is the
+    one in which the model computes, if it isn't the results' own. False also for another shape, and where nothing
+    finite can be compared.
     """
     if found.shape != expected.shape or not expected.numel():
         return False
@@ -232,11 +210,7 @@ def _autocast(device: str) -> torch.dtype | None:
 
 
 def random_tokens(model: Wrapped, rows: int = 2, length: int = 5) -> Tensor:
-    """Tokens for a trial, the same at each call. (rows, length)
-
-    Raises:
-        Untried: The size of the vocabulary is not known.
-    """
+    """Tokens (rows, length) for a trial, the same at each call; Untried where the vocabulary's size is not known."""
     vocab = model.adapter.cfg.d_vocab
     if not vocab:
         raise Untried("the size of its vocabulary is not known")
@@ -245,11 +219,7 @@ def random_tokens(model: Wrapped, rows: int = 2, length: int = 5) -> Tensor:
 
 
 def run_alone(model: Wrapped, call: Call) -> Tensor:
-    """The logits of a call in evaluation mode, without hooks, gradients and compiled code.
-
-    Raises:
-        Untried: The model's forward raises on it.
-    """
+    """The logits of a call in evaluation mode, without hooks, gradients or compiled code; Untried if it raises."""
     with model.switchboard.muted(), torch.no_grad(), model.evaluating(), eager():
         try:
             out: Tensor = model.adapter.output(model.adapter.run(call))
@@ -284,16 +254,8 @@ def inputs_to_try(model: Wrapped, inputs: Any) -> Iterator[Any]:
 def can_start_at(model: Wrapped, layer: int, inputs: Any = None) -> bool:
     """Whether a run from a block, given what a full run gives it, has the full run's logits.
 
-    Args:
-        model: The wrapped model.
-        layer: Block; ``n_layers`` for what follows the last one.
-        inputs: What the model runs on, for models that random tokens alone don't run.
-
-    Returns:
-        False also for a model that gives other logits when it runs a second time.
-
-    Raises:
-        Untried: Neither random tokens nor the inputs could be run.
+    False also for a model that gives other logits when it runs a second time. Untried where neither random tokens nor
+    the inputs could be run.
     """
     return remembered(model, model.module, ("start", layer), lambda: _starts_at(model, layer, inputs))
 
@@ -319,11 +281,7 @@ def _starts_at(model: Wrapped, layer: int, inputs: Any) -> bool:
 
 
 def require_start_at(model: Wrapped, layer: int) -> None:
-    """Refuse a run that begins at a block where that would give other numbers, or where nobody knows.
-
-    Raises:
-        InputError: With the reason, and what to do.
-    """
+    """Refuse a run that begins at a block where that would give other numbers, or where nobody knows."""
     kind = type(model.module).__name__
     try:
         right = can_start_at(model, layer)
@@ -341,15 +299,7 @@ def require_start_at(model: Wrapped, layer: int) -> None:
 
 
 def faster_forwards_agree(model: Wrapped, paths: list[str]) -> bool:
-    """Whether the model gives the same logits with the instrumented forwards of these modules as with their own.
-
-    Args:
-        model: The wrapped model.
-        paths: Modules that have an instrumented forward.
-
-    Returns:
-        False also where no trial could be made.
-    """
+    """Whether these modules' instrumented forwards give the logits of their own; False where no trial could be made."""
 
     def trial() -> bool:
         try:
@@ -364,15 +314,7 @@ def faster_forwards_agree(model: Wrapped, paths: list[str]) -> bool:
 
 
 def require_repeatable(model: Wrapped, inputs: Any = None) -> None:
-    """Refuse to compare runs of a model that gives other outputs when it runs on the same inputs again.
-
-    Args:
-        model: The wrapped model.
-        inputs: What the model runs on, for models that random tokens alone don't run.
-
-    Raises:
-        InputError: The model keeps state between calls, or draws random numbers in evaluation mode.
-    """
+    """Refuse to compare runs of a model that gives other outputs when it runs on the same inputs again."""
 
     def trial() -> bool:
         for x in inputs_to_try(model, inputs):

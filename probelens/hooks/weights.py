@@ -102,11 +102,7 @@ def _tensors(model: Wrapped) -> dict[str, Tensor]:
 
 
 def _need_data(name: str, weight: Tensor) -> Tensor:
-    """The weight, if it holds numbers.
-
-    Raises:
-        InputError: It is on the meta device.
-    """
+    """The weight, if it holds numbers; an InputError where it is on the meta device."""
     if weight.device.type == "meta":
         raise InputError(
             f"weight {name!r} isn't in memory: it is offloaded, or the model has no weights (device 'meta'). "

@@ -184,18 +184,9 @@ def _check_options(cls: type[Adapter], name: str, wanted: set[str]) -> None:
 
 
 def unwrap(module: Any) -> Any:
-    """The model to wrap: the one that runs, with its weights and adapters, under its own class.
+    """The model that runs: inside ``torch.compile``, (Distributed)DataParallel or a PeftModel; anything else as it is.
 
-    Args:
-        module: What the user gives.
-
-    Returns:
-        The module inside a ``torch.compile``, ``DataParallel`` or ``DistributedDataParallel`` wrapper or
-        a ``PeftModel`` whose adapters are in its layers; anything else as it is. Nothing is copied or
-        changed.
-
-    Raises:
-        InputError: A wrapper that does more than call the model, so that the model alone would be another one.
+    Nothing is copied or changed. Wrappers that do more than call the model raise InputError.
 
     Examples:
         >>> layer = torch.nn.Linear(2, 2)

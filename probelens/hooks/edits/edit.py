@@ -43,18 +43,7 @@ class Edit:
         raise NotImplementedError
 
     def __call__(self, tensor: Tensor, hook: HookPoint | None = None) -> Tensor:
-        """Apply the edit.
-
-        Args:
-            tensor: (batch, pos, ...), or (batch, ...) where ``hook.pos`` is set.
-            hook: The hook point.
-
-        Returns:
-            A new tensor of the same shape, dtype and device.
-
-        Raises:
-            ShapeError: Values or positions that don't fit the tensor.
-        """
+        """Apply the edit to (batch, pos, ...), or to (batch, ...) where ``hook.pos`` is set; returns a new tensor."""
         if not isinstance(tensor, Tensor) or not tensor.ndim:
             raise ShapeError("an edit needs a tensor (batch, pos, ...), or (batch, ...) at one step")
         where = _where(self.pos, tensor, hook)
@@ -63,20 +52,9 @@ class Edit:
 
 
 def fit(name: str, value: Tensor, tensor: Tensor, hook: HookPoint | None, batch: bool = True) -> Tensor:
-    """Spread a value over a tensor, in the tensor's dtype, without a copy where that is possible.
+    """Spread a value over a tensor (batch, pos, ...), in the tensor's dtype, without a copy where that is possible.
 
-    Args:
-        name: What the value is called, for messages.
-        value: (...), (pos, ...) or (batch, pos, ...).
-        tensor: Where it goes. (batch, pos, ...), or (batch, ...) at one step
-        hook: The hook point; None outside a model.
-        batch: Whether the value may have an axis of examples.
-
-    Returns:
-        Of the tensor's shape; it may share memory with ``value``. (batch, pos, ...)
-
-    Raises:
-        ShapeError: It doesn't fit; the message has both shapes.
+    The value is (...), (pos, ...) or, where ``batch``, (batch, pos, ...). ``name`` says in messages what it is.
     """
     step = None if hook is None else hook.pos
     shape = tensor.shape

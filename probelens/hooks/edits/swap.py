@@ -20,14 +20,8 @@ __all__ = ["Swap", "swap"]
 class Swap(Edit):
     """Take the part L R of an activation from a source: h + L R (s − h), or all but it: s − L R (s − h).
 
-    Axes after that of the positions are taken together, heads and states included.
-
-    Args:
-        pos: Where; see ``Edit``.
-        source: Activations of the other run: (...), (pos, ...) or (batch, pos, ...).
-        left: L, the directions that change, as rows. (rank, d)
-        right: R, the directions that are read. (rank, d)
-        complement: Whether to take everything but this part.
+    ``left`` L (rank, d) has the directions that change as rows, ``right`` R (rank, d) those that are read. Axes after
+    that of the positions are taken together, heads and states included.
     """
 
     source: Tensor | None = None
@@ -36,18 +30,7 @@ class Swap(Edit):
     complement: bool = False
 
     def new(self, tensor: Tensor, hook: HookPoint | None) -> Tensor:
-        """The activation with the part of the source.
-
-        Args:
-            tensor: The activation where the edit applies. (batch, pos, ...)
-            hook: The hook point, for messages; None outside a model.
-
-        Returns:
-            A tensor of the same shape.
-
-        Raises:
-            ShapeError: The source or the directions don't fit the activation.
-        """
+        """The activation with the part of the source. (batch, pos, ...)"""
         assert self.source is not None
         assert self.left is not None
         assert self.right is not None
@@ -65,22 +48,10 @@ class Swap(Edit):
 
 
 def swap(source: Tensor, directions: Any, pos: Positions = None, *, complement: bool = False) -> Swap:
-    """Interchange a subspace: put only its projection of the source's activation in.
+    """Put only a subspace's projection of the source's activation in: Geiger et al. 2021, arXiv 2106.02997.
 
-    Args:
-        source: Activations of the other run at the same point: (...), (pos, ...) or (batch, pos, ...).
-        directions: A ``Subspace``, an ``Eraser``, or orthonormal rows (rank, d).
-        pos: Where; see ``Edit``.
-        complement: Put in everything but that projection.
-
-    Returns:
-        The edit, to be used as a hook function.
-
-    Raises:
-        ShapeError: Directions that aren't rows (rank, d).
-
-    Source:
-        Geiger et al. 2021, arXiv 2106.02997.
+    ``source`` is (...), (pos, ...) or (batch, pos, ...); ``directions`` a ``Subspace``, an ``Eraser`` or orthonormal
+    rows (rank, d). With ``complement`` everything but that projection is put in.
 
     Examples:
         >>> h, s = torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[5.0, 7.0]]])
