@@ -68,7 +68,7 @@ def ablate(
             ``tokens``, ``mask`` and each label, returning (batch, pos).
         refit: Fit probes on the ablated activations: linear, one at each position, and (``mlp``) a
             small MLP.
-        controls: Draws of each random control.
+        controls: Draws of each random control; an effect takes at least 2.
         label: The variable that the subspaces are about; needed unless the batch has one label.
         target: The label that the model answers with; ``label`` if None.
         kinds: Controls: random subspaces of equal rank, of equal variance removed, and the top
@@ -83,8 +83,8 @@ def ablate(
 
     Returns:
         Drops with intervals over sequences, damage D = drop/(clean − chance), the effect
-        N = D − mean D of the matched controls (of the random ones where no subspace matches),
-        refitted accuracies, and a verdict for each site:
+        N = D − mean D of the matched controls (of the random ones where no subspace matches) with its prediction
+        interval over draws and sequences, refitted accuracies, and a verdict for each site:
 
         - "floor": the clean metric is within 0.2 of chance, so nothing can drop.
         - "tautological": the site feeds a linear readout, so that erasing what is read must hurt.

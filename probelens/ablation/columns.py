@@ -42,7 +42,13 @@ EFFECT = (
         _SHARE,
         TARGETS,
     ),
-    Column("effect_lo", float | None, "Lower end of its 95 % interval, paired over sequences.", _SHARE, TARGETS),
+    Column(
+        "effect_lo",
+        float | None,
+        "Lower end of its 95 % prediction interval, over control draws and sequences.",
+        _SHARE,
+        TARGETS,
+    ),
     Column("effect_hi", float | None, "Upper end of it.", _SHARE, TARGETS),
     Column("effect_against", str | None, "The control that the effect is measured from.", on=TARGETS),
     Column(

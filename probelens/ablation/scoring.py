@@ -14,7 +14,8 @@ from probelens.errors import InputError, MetricError, ShapeError, metric_note, n
 from probelens.hooks.edits.edit import Edit, Positions
 from probelens.hooks.edits.removal import Erase, Project
 from probelens.hooks.model import HookedModel
-from probelens.numerics.stats import hierarchical_bootstrap, ratio_of_means
+from probelens.numerics.effects import effect
+from probelens.numerics.stats import hierarchical_bootstrap
 from probelens.running.collect import Activations, collect
 from probelens.running.sweep.conditions import Condition, Intervention, Read
 from probelens.running.sweep.plan import sweep
@@ -137,7 +138,7 @@ def score(
 def _effects(
     rows: list[dict[str, Any]], values: Tensor, clean: Tensor, chance: float | None, seed: int, cost: int | None
 ) -> None:
-    """N = D of the subspace − mean D of the controls that remove equal variance, paired over examples.
+    """N = D of the subspace − mean D of the controls that remove equal variance, with its prediction interval.
 
     ``cost`` is the sign of a drop that hurts; None where it isn't known.
     """
@@ -154,18 +155,15 @@ def _effects(
             row[f"damage_{kind}"] = sum(found_damage) / len(found_damage) if found_damage else None
         # Without a chance level there is no scale, and the effect is in the metric's own unit.
         room = torch.ones_like(clean) if chance is None else clean - chance
+        sign = cost or 1
         for kind in ("random_matched", "random"):
             mine = [j for j, r in enumerate(rows) if r["site"] == row["site"] and r["condition"] == kind]
-            if mine and room.mean() > ROOM:
-                found = ratio_of_means((values[mine].mean(0) - values[i])[None], room[None], seed=seed, n_draws=1000)
-                p = None
-                if cost is not None:
-                    p = (1 + sum(cost * rows[j]["drop"] >= cost * row["drop"] for j in mine)) / (1 + len(mine))
+            if len(mine) > 1 and room.mean() > ROOM:
+                found = effect(sign * (clean - values[i]), sign * (clean - values[mine]), room, seed=seed)
+                low, high = sorted((sign * found.low, sign * found.high))
                 row.update(
-                    effect=found.estimate.item(), effect_lo=found.low.item(), effect_hi=found.high.item(),
-                    effect_against=kind,
-                    # The interval is over examples; effect_p is about the spread of the control draws.
-                    effect_p=p,
+                    effect=sign * found.estimate, effect_lo=low, effect_hi=high, effect_against=kind,
+                    effect_p=None if cost is None else found.p,
                 )  # fmt: skip
                 break
 

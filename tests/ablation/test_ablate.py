@@ -638,11 +638,11 @@ def test_copies_of_a_sequence_are_on_one_side_of_the_refit() -> None:
 def test_a_model_at_chance_has_no_scale_for_a_loss() -> None:
     """Means that differ from chance by rounding alone: no damage, no effect, and no error."""
     clean = torch.tensor([0.4, 0.5, 0.6, 0.5], dtype=torch.float64)
-    values = torch.stack([clean - 0.1, clean])
+    values = torch.stack([clean - 0.1, clean, clean])
     for chance in (0.5, 0.5 - 1e-16, 0.5 - 1e-9):
         rows: list[dict[str, object]] = [
             {"condition": "target", "site": "s", "damage": None, "drop": 0.1},
-            {"condition": "random_matched", "site": "s", "damage": None, "drop": 0.0},
+            *[{"condition": "random_matched", "site": "s", "damage": None, "drop": 0.0}] * 2,
         ]
         _effects(rows, values, clean, chance, 0, 1)  # type: ignore[arg-type]
         assert rows[0]["effect"] is None
