@@ -22,9 +22,10 @@ _CHUNK = 2**22  # elements of a resampling table held at once
 
 
 def resample(
-    nested: list[Array], function: Statistic, n_draws: int, rng: np.random.Generator, level: float, z: float
+    nested: list[Array], statistic: Statistic | None, n_draws: int, rng: np.random.Generator, level: float
 ) -> tuple[Array, Array, Array, Any]:
-    """Per-seed statistics, raw draws, variance of the estimate and its degrees of freedom."""
+    """Per-seed statistics, raw draws, variance of the estimate and its degrees of freedom; no statistic is the mean."""
+    function = statistic or (lambda means: means)
     n_seeds = len(nested)
     per_seed = np.stack([np.asarray(function(rows.mean(axis=0))) for rows in nested])
     slots = np.zeros((n_draws, 1), int) if n_seeds == 1 else rng.integers(n_seeds, size=(n_draws, n_seeds))
@@ -48,6 +49,7 @@ def resample(
     if n < 2:
         raise InputError("one seed with one example has no spread: give more examples or more seeds")
     low, high = _quantiles(draws, level)
+    z = float(t_quantile(level, np.inf))
     return per_seed, draws, ((high - low) / 2 / z) ** 2 * n / (n - 1), n - 1.0
 
 
@@ -64,8 +66,8 @@ def _resampled_means(rows: Array, n_draws: int, rng: np.random.Generator) -> Arr
     return out.reshape(n_draws, *rows.shape[1:])
 
 
-def calibrate(estimate: Array, raw: Array, half: Array, level: float) -> tuple[Array, Array, Array]:
-    """Draws moved to the estimate and stretched until their quantiles are 2 ``half`` apart."""
+def _stretched(estimate: Array, raw: Array, half: Array, level: float) -> tuple[Array, Array, Array]:
+    """Draws moved to the estimate and stretched until their quantiles are 2 ``half`` apart, and these."""
     low, high = _quantiles(raw, level)
     spread = (high - low) / 2
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -83,19 +85,21 @@ def calibrate(estimate: Array, raw: Array, half: Array, level: float) -> tuple[A
     return draws, low, high
 
 
-def calibrate_share(estimate: Array, raw: Array, half: Array, level: float) -> tuple[Array, Array, Array]:
-    """As ``calibrate``, for an interval of log odds that is taken back to shares.
-
-    Draws go to log odds along the tangent at the estimate, so that one of exactly 0 or 1 stays finite.
-    """
+def calibrate(
+    estimate: Array, raw: Array, se: Array, df: Array, level: float, scale: Scale
+) -> tuple[Array, Array, Array]:
+    """Draws moved to the estimate and stretched to the width of a Student interval, and its ends; log odds for "logit"."""
+    half = t_quantile(level, df) * se
+    if scale == "linear":
+        return _stretched(estimate, raw, half, level)
+    # Draws go to log odds along the tangent at the estimate, so that one of exactly 0 or 1 stays finite.
     inside = (estimate > 0) & (estimate < 1)
     share = np.where(inside, estimate, 0.5)
     slope = share * (1 - share)
     odds = np.log(share / (1 - share))
     with np.errstate(over="ignore"):
-        found = calibrate(odds, raw / slope, half / slope, level)
-        draws, low, high = (1 / (1 + np.exp(-x)) for x in found)
-    return tuple(np.where(inside, x, estimate) for x in (draws, low, high))  # type: ignore[return-value]
+        found = (1 / (1 + np.exp(-x)) for x in _stretched(odds, raw / slope, half / slope, level))
+        return tuple(np.where(inside, x, estimate) for x in found)  # type: ignore[return-value]
 
 
 def _quantiles(draws: Array, level: float) -> tuple[Array, Array]:
@@ -118,11 +122,6 @@ def t_quantile(level: float, df: Any) -> Array:
 def as_tensor(values: Any) -> Tensor:
     """A float64 tensor of its own memory."""
     return torch.from_numpy(np.array(values, dtype=np.float64))
-
-
-def identity(means: Array) -> Array:
-    """The statistic of a plain mean."""
-    return means
 
 
 def by_seed(values: Values, seeds: ArrayLike | Tensor | None) -> list[Array]:

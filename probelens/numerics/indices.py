@@ -82,25 +82,21 @@ class ProfileIndices(Result):
 def profile_statistics(accuracy: ArrayLike | Tensor, baseline: ArrayLike | Tensor) -> dict[str, Tensor]:
     """Five numbers that say at which layers a variable becomes readable.
 
-    With r = clip((acc − b)/(1 − b), 0), R its running maximum, g the steps of R over blocks and
-    p = g/Σg: ``com`` = Σ ℓ p/(n−1); ``concentration`` = (n Σ p² − 1)/(n − 1); ``final_share`` =
-    p of the last block; ``early_share`` = R at the end of the first quarter over R at the end;
-    ``l95`` = first ℓ, from −1, with R ≥ 0.95 of its end.
+    With r = clip((acc − b)/(1 − b), 0), R its running maximum, g the steps of R over blocks and p = g/Σg:
+    ``com`` = Σ ℓ p/(n−1); ``concentration`` = (n Σ p² − 1)/(n − 1); ``final_share`` = p of the last block;
+    ``early_share`` = R at the end of the first quarter over R at the end; ``l95`` = first ℓ, from −1, with R ≥ 0.95 of its end.
 
     Args:
         accuracy: Embedding first, then each block. (..., layer + 1)
         baseline: Accuracy of a guess; broadcasts. (...)
 
     Returns:
-        Each statistic, (...). NaN where it is undefined: all where nothing is readable, and
-        ``com``, ``concentration``, ``final_share`` where no block adds to the embedding.
+        Each statistic, (...): fractions, but ``l95`` counts layers. NaN where it is undefined: all where nothing is
+        readable, and ``com``, ``concentration``, ``final_share`` where no block adds to the embedding.
 
     Raises:
         ShapeError: Fewer than two blocks.
         InputError: A baseline of 1 or more, or accuracies that aren't.
-
-    Units:
-        Fractions; ``l95`` counts layers.
 
     Examples:
         >>> step = profile_statistics([0.5, 0.5, 0.5, 0.5, 1.0], 0.5)
@@ -114,10 +110,9 @@ def profile_statistics(accuracy: ArrayLike | Tensor, baseline: ArrayLike | Tenso
 def verdict(low: dict[str, float], high: dict[str, float]) -> tuple[str, str]:
     """The verdict on a profile whose statistics lie between these bounds, and its reason.
 
-    *immediate* if ``early_share`` > 0.9; *late* if ``final_share`` > 0.5; *gradual* if
-    ``concentration`` < 0.5 and ``com`` within (0.25, 0.75); each must hold at the interval's
-    unfavourable end. *immediate* is asked first: where the embedding holds nearly everything, the
-    last block's share of the small rest says nothing about when the variable became readable.
+    *immediate* if ``early_share`` > 0.9; *late* if ``final_share`` > 0.5; *gradual* if ``concentration`` < 0.5 and
+    ``com`` within (0.25, 0.75); each must hold at the interval's unfavourable end. *immediate* is asked first: where the
+    embedding holds nearly everything, the last block's share of the rest says nothing about when that became readable.
 
     Args:
         low: Lower bound of each of ``STATISTICS``.
@@ -160,16 +155,13 @@ def profile_indices(
     seeds that each jump, at different layers, into one gradual rise.
 
     Args:
-        accuracy: Accuracy of each test sequence at each layer, embedding first:
-            (seed, sequence, layer + 1), a list with one (sequence, layer + 1) per seed, or
-            (row, layer + 1) with ``seeds``.
+        accuracy: Accuracy of each test sequence at each layer, embedding first: (seed, sequence, layer + 1), a list
+            with one (sequence, layer + 1) per seed, or (row, layer + 1) with ``seeds``.
         baseline: Accuracy of a guess: one number () or one per seed. (seed,)
         seeds: Seed of each row of flat accuracies. (row,)
-        solved: The model's own accuracy at positions over 20: one number () or one per seed, (seed,).
-            None skips this check, for pretrained models that were not trained on the task.
-        n_draws: Bootstrap draws.
-        level: Nominal coverage.
-        seed: Seeds the draws.
+        solved: The model's own accuracy at positions over 20: one number () or one per seed, (seed,). None skips this
+            check, for pretrained models that were not trained on the task.
+        n_draws, level, seed: As for ``hierarchical_bootstrap``.
 
     Returns:
         Statistics and verdict over the seeds that solved the task (``solved`` ≥ 0.95) and end
@@ -239,9 +231,7 @@ def reversal(
         ssm_dyck: First family, other task.
         transformer_dyck: The other family, other task.
         baselines: One per cell, in this order. (4,)
-        n_draws: Bootstrap draws.
-        level: Nominal coverage.
-        seed: Seeds the draws.
+        n_draws, level, seed: As for ``hierarchical_bootstrap``.
 
     Returns:
         The interval of Δ.

@@ -24,14 +24,11 @@ def accuracy(logits: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tens
         mask: True where a position counts; default: everywhere. (example, ...)
 
     Returns:
-        One value per example; NaN for an example without a counted position. (example,)
+        A fraction per example; NaN for an example without a counted position. (example,)
 
     Raises:
         ShapeError: Labels or mask that don't fit the logits.
         MetricError: NaN logits, or a label that is no class.
-
-    Units:
-        A fraction.
 
     Examples:
         >>> accuracy(torch.tensor([[[2.0, 1.0], [0.0, 3.0]]]), torch.tensor([[0, 0]]))
@@ -45,19 +42,14 @@ def balanced_accuracy(logits: Tensor, labels: Tensor, mask: Tensor | None = None
     """Accuracy within each class, averaged over the classes that occur.
 
     Args:
-        logits: (example, ..., class)
-        labels: Class ids. (example, ...)
-        mask: True where a position counts. (example, ...)
+        Those of ``accuracy``.
 
     Returns:
-        One number over all examples; it isn't a mean over examples. ()
+        One fraction over all examples, not a mean over examples; 1 / (number of classes) for a constant guess. ()
 
     Raises:
         ShapeError: Labels or mask that don't fit the logits.
         MetricError: NaN logits, a label that is no class, or nothing that counts.
-
-    Units:
-        A fraction; 1 / (number of classes) for a constant guess.
 
     Examples:
         >>> logits = torch.tensor([[5.0, 0.0], [5.0, 0.0], [5.0, 0.0], [5.0, 0.0]])
@@ -77,19 +69,14 @@ def cross_entropy(logits: Tensor, labels: Tensor, mask: Tensor | None = None) ->
     """Mean negative log-probability of the labels over counted positions.
 
     Args:
-        logits: (example, ..., class)
-        labels: Class ids. (example, ...)
-        mask: True where a position counts. (example, ...)
+        Those of ``accuracy``.
 
     Returns:
-        One value per example; NaN for an example without a counted position. (example,)
+        Nats per example; NaN for an example without a counted position. (example,)
 
     Raises:
         ShapeError: Labels or mask that don't fit the logits.
         MetricError: NaN logits, or a label that is no class.
-
-    Units:
-        Nats.
 
     Examples:
         >>> cross_entropy(torch.zeros(1, 3, 2), torch.tensor([[0, 1, 1]]))
@@ -110,14 +97,11 @@ def kl(logits: Tensor, reference: Tensor, mask: Tensor | None = None) -> Tensor:
         mask: True where a position counts. (example, ...)
 
     Returns:
-        One value per example, 0 where the runs agree. (example,)
+        Nats per example, 0 where the runs agree. (example,)
 
     Raises:
         ShapeError: Runs or mask of different shapes.
         MetricError: NaN logits.
-
-    Units:
-        Nats.
 
     Examples:
         >>> kl(torch.zeros(1, 2), torch.zeros(1, 2))
@@ -142,14 +126,11 @@ def logit_diff(logits: Tensor, answers: Tensor) -> Tensor:
         answers: [clean answer, corrupted answer]. (example, 2)
 
     Returns:
-        Positive where the model prefers the clean answer. (example,)
+        In logits, positive where the model prefers the clean answer. (example,)
 
     Raises:
         ShapeError: Answers that aren't a pair for each example.
         MetricError: NaN logits, or an answer that is no class.
-
-    Units:
-        Logits.
 
     Source:
         Heimersheim and Nanda 2024, arXiv 2404.15255, section 3.
@@ -159,8 +140,7 @@ def logit_diff(logits: Tensor, answers: Tensor) -> Tensor:
         tensor([3.])
     """
     if not isinstance(logits, Tensor) or not isinstance(answers, Tensor):
-        kinds = f"{type(logits).__name__} and {type(answers).__name__}"
-        raise ShapeError(f"logit_diff needs two tensors, got {kinds}")
+        raise ShapeError(f"logit_diff needs two tensors, got {type(logits).__name__} and {type(answers).__name__}")
     if logits.ndim != 2 or answers.shape != (len(logits), 2):
         raise ShapeError(
             f"logit_diff needs logits (example, class) and answers (example, 2), "
@@ -177,19 +157,16 @@ def recovered(patched: Tensor, clean: Tensor, corrupted: Tensor) -> Tensor:
     """Fraction of the clean-corrupted gap that a patch restores.
 
     Args:
-        patched: Metric after each patch. (...)
+        patched: Metric after each patch, in the same unit as the others. (...)
         clean: Metric on the clean run; anything that broadcasts to ``patched``. ()
         corrupted: Metric on the corrupted run. ()
 
     Returns:
-        0 at the corrupted run, 1 at the clean run; not clipped. (...)
+        A fraction: 0 at the corrupted run, 1 at the clean run; not clipped. (...)
 
     Raises:
         MetricError: clean and corrupted are equal, so there is no gap to restore.
         ShapeError: Shapes that don't broadcast.
-
-    Units:
-        All inputs in one unit (logits, nats); the result is a fraction.
 
     Source:
         Heimersheim and Nanda 2024, arXiv 2404.15255, section 3.
@@ -253,7 +230,6 @@ def _real(logits: Tensor) -> torch.dtype:
 
 
 def _per_example(values: Tensor, keep: Tensor) -> Tensor:
-    total = torch.where(keep, values, torch.zeros_like(values)).flatten(1).sum(1) if values.ndim > 1 else None
-    if total is None:
-        return torch.where(keep, values, torch.full_like(values, torch.nan))
-    return total / keep.flatten(1).sum(1)
+    if values.ndim == 1:
+        return torch.where(keep, values, torch.nan)
+    return torch.where(keep, values, 0.0).flatten(1).sum(1) / keep.flatten(1).sum(1)

@@ -140,13 +140,10 @@ def max_t(
 
     Args:
         differences: One row per independent unit, one column per test. (n, tests)
-        alternative: As in ``sign_flip``.
-        n_permutations: As in ``sign_flip``.
-        seed: Seeds the random patterns.
+        alternative, n_permutations, seed: As for ``sign_flip``.
 
     Returns:
-        Adjusted p values; the family-wise error is at most alpha when those up to alpha are
-        rejected. (tests,)
+        Adjusted p values; the family-wise error is at most alpha when those up to alpha are rejected. (tests,)
 
     Raises:
         InputError: NaN, or fewer than two differences.

@@ -14,19 +14,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
-from probelens.numerics.bootstrap import (
-    Array,
-    Scale,
-    Statistic,
-    Values,
-    as_tensor,
-    by_seed,
-    calibrate,
-    calibrate_share,
-    identity,
-    resample,
-    t_quantile,
-)
+from probelens.numerics.bootstrap import Array, Scale, Statistic, Values, as_tensor, by_seed, calibrate, resample
 from probelens.numerics.modes import exact
 from probelens.numerics.permutation import SignFlip, holm, max_t, sign_flip, smallest_p
 from probelens.results.result import Result
@@ -65,8 +53,8 @@ class Interval(Result):
         level: Nominal coverage.
         n_seeds: How many seeds.
         n_examples: How many examples, over all seeds.
-        scope: "seeds and examples", or "examples only" when there was one seed: then the interval
-            says what more examples for this one trained model would change, nothing about retraining.
+        scope: "seeds and examples", or "examples only" when there was one seed: then the interval says what more
+            examples for this one trained model would change, nothing about retraining.
     """
 
     estimate: Tensor
@@ -131,46 +119,39 @@ def hierarchical_bootstrap(
 ) -> Interval:
     """Interval for a mean, or a function of means, of examples nested in seeds.
 
-    Seeds are resampled, then the examples of each drawn seed. With the four to six seeds that one
-    can afford, plain percentiles of such draws cover too little: no draw leaves the range of the
-    seeds, and their spread is too small by sqrt((S-1)/S). So the draws give the interval its skew
-    only, and its width is Student's: 2 t(S-1) times the standard error of the S seeds' statistics.
-    For normal seed effects this is the exact t interval, whatever the share of variance within
-    seeds (see ``coverage`` to check a design); where all seeds tie exactly, the examples within them give the
-    width. Accuracies near the ceiling are skewed, and
-    ``scale="logit"`` covers better there: the same interval of log odds, taken back to a fraction.
-    Neither can hold when one seed in ten behaves differently and the sample has none of those.
-    When all seeds are scored on the same sequences, the interval is about other seeds on these sequences.
+    Seeds are resampled, then the examples of each drawn seed. With four to six seeds, plain percentiles of such draws
+    cover too little: no draw leaves the range of the seeds, and their spread is too small by sqrt((S-1)/S). So the
+    draws give the interval its skew only, and its width is Student's: 2 t(S-1) times the standard error of the S
+    seeds' statistics. For normal seed effects this is the exact t interval, whatever the share of variance within seeds
+    (``coverage`` checks a design); where all seeds tie exactly, the examples within them give the width. Accuracies
+    near the ceiling are skewed, and ``scale="logit"`` covers better there: the same interval of log odds, taken back to
+    a fraction. Neither can hold when one seed in ten behaves differently and the sample has none of those. When all
+    seeds are scored on the same sequences, the interval is about other seeds on these sequences.
 
     Args:
-        values: Numbers per example: (seed, example, ...), a list with one (example, ...) per seed
-            where seeds differ in examples, (example,) for a single seed, or (row, ...) with ``seeds``.
-            Trailing axes are features of an example, resampled together.
+        values: Numbers per example: (seed, example, ...), a list with one (example, ...) per seed where seeds differ in
+            examples, (example,) for a single seed, or (row, ...) with ``seeds``. Trailing axes are resampled together.
         seeds: Seed of each row of flat ``values``. (row,)
-        statistic: Function of a seed's mean vector, vectorised over leading axes:
-            (..., *features) -> (..., *out). Default: the mean itself.
-        scale: "logit" for accuracies and other shares, which stay between 0 and 1. Not for values
-            that may have either sign, such as a drop. A share of exactly 0 or 1 has an interval of width zero.
+        statistic: Function of a seed's mean, vectorised over leading axes: (..., *features) -> (..., *out). Default:
+            the mean itself.
+        scale: "logit" for accuracies and other shares, which stay between 0 and 1. Not for values that may have either
+            sign, such as a drop. A share of exactly 0 or 1 has an interval of width zero.
         n_draws: Bootstrap draws.
         level: Nominal coverage.
         seed: Seeds the draws.
 
     Returns:
-        The interval. With one seed only examples are resampled and ``scope`` says so; the
+        The interval, in the statistic's unit. With one seed only examples are resampled and ``scope`` says so; the
         percentiles are then widened by the small-sample factor sqrt(n/(n-1)) t/z.
 
     Raises:
         ShapeError: Features or lengths that don't fit together.
-        InputError: NaN, no examples, an impossible level, or ``scale="logit"`` for numbers that aren't
-            between 0 and 1.
-
-    Units:
-        Those of the statistic.
+        InputError: NaN, no examples, an impossible level, or ``scale="logit"`` for numbers not between 0 and 1.
 
     Source:
-        Davison and Hinkley 1997, section 3.8 (nested resampling); Hesterberg 2015,
-        arXiv 1411.5279, section 5 (narrowness bias of percentiles in small samples); Korn and Graubard
-        1999, Analysis of Health Surveys (logit limits of shares in clustered samples).
+        Davison and Hinkley 1997, section 3.8 (nested resampling); Hesterberg 2015, arXiv 1411.5279, section 5
+        (narrowness bias of percentiles in small samples); Korn and Graubard 1999, Analysis of Health Surveys (logit
+        limits of shares in clustered samples).
 
     Examples:
         >>> values = [[0.9, 1.0, 0.8], [0.7, 0.9, 0.8]]
@@ -204,22 +185,17 @@ def contrast(
 ) -> Interval:
     """Interval for a weighted sum of one statistic over independent groups of seeds.
 
-    The groups are resampled independently, each as in ``hierarchical_bootstrap``; degrees of
-    freedom after Welch and Satterthwaite.
+    The groups are resampled independently, each as in ``hierarchical_bootstrap``, with Welch's degrees of freedom.
 
     Args:
         groups: Values of each group, in any form that ``hierarchical_bootstrap`` takes.
         weights: One per group, such as ``[1, -1]`` for a difference.
         seeds: Seed of each row, for each group whose values are flat. (row,) each
-        statistic: As in ``hierarchical_bootstrap``.
-        scale: As in ``hierarchical_bootstrap``.
-        n_draws: Bootstrap draws.
-        level: Nominal coverage.
-        seed: Seeds the draws.
+        statistic, scale, n_draws, level, seed: As for ``hierarchical_bootstrap``.
 
     Returns:
-        The interval. ``per_seed`` lists the groups' seeds one after another, unweighted.
-        ``scope`` is "examples only" as soon as one group has a single seed.
+        The interval. ``per_seed`` lists the groups' seeds one after another, unweighted. ``scope`` is "examples only" as
+        soon as one group has a single seed.
 
     Raises:
         ShapeError: Groups and weights, or features, that don't fit together.
@@ -242,14 +218,9 @@ def contrast(
         raise ShapeError(f"{len(groups)} groups need as many weights (and seeds), got {len(weights)}")
     if scale not in ("linear", "logit"):
         raise InputError(f"scale {scale!r} is not known. Allowed: 'linear', 'logit'")
-    function = statistic if statistic is not None else identity
     rng = np.random.default_rng(seed)
-    z, parts, n_examples, single = float(t_quantile(level, np.inf)), [], 0, False
-    for i, group in enumerate(groups):
-        nested = by_seed(group, None if seeds is None else seeds[i])
-        n_examples += sum(len(rows) for rows in nested)
-        single |= len(nested) == 1
-        parts.append(resample(nested, function, n_draws, rng, level, z))
+    nested = [by_seed(group, None if seeds is None else seeds[i]) for i, group in enumerate(groups)]
+    parts = [resample(rows, statistic, n_draws, rng, level) for rows in nested]
     shapes = {p[0].shape[1:] for p in parts}
     if len(shapes) > 1:
         raise ShapeError(f"groups differ in the features of their statistic: {sorted(shapes)}")
@@ -260,14 +231,12 @@ def contrast(
     with np.errstate(divide="ignore", invalid="ignore"):
         df = total**2 / sum(v**2 / p[3] for v, p in zip(var, parts))
     df = np.where(np.isfinite(df), df, sum(np.asarray(p[3], float) for p in parts))
-    half = t_quantile(level, df) * np.sqrt(total)
     if scale == "logit" and not ((estimate >= 0) & (estimate <= 1)).all():
         raise InputError(
             f'scale="logit" is for shares between 0 and 1, got {estimate.min():.4g} to {estimate.max():.4g}. '
             'Give scale="linear" for values that may have either sign.'
         )
-    move = calibrate_share if scale == "logit" else calibrate
-    draws, low, high = move(estimate, np.asarray(raw), half, level)
+    draws, low, high = calibrate(estimate, np.asarray(raw), np.sqrt(total), df, level, scale)
     return Interval(
         estimate=as_tensor(estimate),
         low=as_tensor(low),
@@ -278,8 +247,8 @@ def contrast(
         df=as_tensor(df),
         level=level,
         n_seeds=sum(len(p[0]) for p in parts),
-        n_examples=n_examples,
-        scope="examples only" if single else "seeds and examples",
+        n_examples=sum(len(rows) for group in nested for rows in group),
+        scope="examples only" if min(map(len, nested)) == 1 else "seeds and examples",
     )
 
 
@@ -314,8 +283,7 @@ def ratio_of_means(
 ) -> Interval:
     """Interval for mean(numerator) / mean(denominator), the pairs resampled together.
 
-    This is how patching recovery is pooled over pairs: a pair with a small gap then counts little,
-    where a mean of ratios would let it dominate.
+    So patching recovery is pooled over pairs: one with a small gap counts little, and would dominate a mean of ratios.
 
     Args:
         numerator: Values per example. (seed, example, ...) or any form of ``hierarchical_bootstrap``.
@@ -324,14 +292,11 @@ def ratio_of_means(
         **options: As in ``hierarchical_bootstrap``.
 
     Returns:
-        The interval of the ratio, of each seed's ratio averaged when there are several.
+        The interval of the ratio, a fraction, of each seed's ratio averaged when there are several.
 
     Raises:
         ShapeError: Numerator and denominator that don't pair.
         InputError: The mean of a denominator is zero.
-
-    Units:
-        A fraction.
 
     Source:
         Davison and Hinkley 1997, example 2.9 (city populations).
@@ -342,8 +307,8 @@ def ratio_of_means(
     """
     top, bottom = by_seed(numerator, seeds), by_seed(denominator, seeds)
     if [len(x) for x in top] != [len(x) for x in bottom]:
-        shapes = [x.shape for x in top], [x.shape for x in bottom]
-        raise ShapeError(f"numerator and denominator must pair, got {shapes[0]} and {shapes[1]}")
+        shapes = " and ".join(str([x.shape for x in side]) for side in (top, bottom))
+        raise ShapeError(f"numerator and denominator must pair, got {shapes}")
     inner, outer = bottom[0].shape[1:], top[0].shape[1:]
     if inner != outer[: len(inner)]:
         raise ShapeError(f"features {outer} of the numerator don't begin with {inner} of the denominator")
@@ -382,8 +347,7 @@ def coverage(
         n_examples: Examples of each seed.
         between: Standard deviation of the seed effects (in logits when ``accuracy`` is given).
         within: Standard deviation of examples within a seed; unused when ``accuracy`` is given.
-        accuracy: None for normal values; otherwise examples are right or wrong, with this
-            median accuracy over seeds.
+        accuracy: None for normal values; otherwise examples are right or wrong, with this median accuracy over seeds.
         scale: As in ``hierarchical_bootstrap``.
         n_datasets: Data sets to simulate.
         n_draws: Bootstrap draws for each.
@@ -391,8 +355,8 @@ def coverage(
         seed: Seeds everything.
 
     Returns:
-        ``coverage`` of ``hierarchical_bootstrap``; ``percentile``, that of plain percentiles of the
-        same nested draws; ``width``, the mean width; ``error``, the standard error of ``coverage``.
+        ``coverage`` of ``hierarchical_bootstrap``; ``percentile``, that of plain percentiles of the same nested draws;
+        ``width``, the mean width; ``error``, the standard error of ``coverage``.
 
     Raises:
         InputError: No data sets.
@@ -420,7 +384,7 @@ def coverage(
         found = hierarchical_bootstrap(values, scale=scale, n_draws=n_draws, level=level, seed=seed + i)
         hits += bool(found.low <= truth <= found.high)
         width += float(found.high - found.low) / n_datasets
-        raw = resample(list(values), identity, n_draws, np.random.default_rng(seed + i), level, 1.0)[1]
+        raw = resample(list(values), None, n_draws, np.random.default_rng(seed + i), level)[1]
         low, high = np.quantile(raw, [(1 - level) / 2, (1 + level) / 2])
         plain += bool(low <= truth <= high)
     rate = hits / n_datasets
