@@ -84,8 +84,7 @@ def control_labels(
         tokens: Token ids. (batch, pos)
         labels: The real labels, whose frequencies are matched: class ids, or numbers. (batch, pos)
         mask: True where a label counts. (batch, pos)
-        n_contexts: Number of contexts, as in `contexts`.
-        w: Tokens in a context; None: chosen by ``n_contexts``.
+        n_contexts, w: As for ``contexts``.
         seed: Seeds the assignment.
 
     Returns:

@@ -203,13 +203,13 @@ class LinearProbe(ClassifierMixin, _Linear):
         return self.classes_[(logits > 0).astype(int) if logits.ndim == 1 else logits.argmax(1)]
 
     def predict_log_proba(self, X: Any) -> np.ndarray:
-        """Log-probability of each class, in nats.
+        """Log-probability of each class.
 
         Args:
             X: Features. (n, d)
 
         Returns:
-            Log-probabilities in nats. (n, n_classes)
+            Nats. (n, n_classes)
         """
         logits = self.decision_function(X)
         if logits.ndim == 1:

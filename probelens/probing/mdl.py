@@ -73,22 +73,18 @@ def online_codelength(
         X: Features, standardised on what was sent. (n, d)
         y: Class ids. (n,)
         n_classes: Number of classes, known to both sides, with ids below it; None: the classes that occur.
-        groups: Sequence of each row. Sequences are shuffled and sent whole, so that a block never starts
-            in the middle of one. None: the rows are sent in the order given. (n,)
+        groups: Sequence of each row. Sequences are shuffled and sent whole. None: the rows are sent as given. (n,)
         portions: Ascending shares of the rows at which a block ends; the last is 1.
         Cs: Inverse penalties to choose from.
         seed: Seeds the order of the groups.
         tol: Relative gap in the objective at which the solver stops.
 
     Returns:
-        The codelength and its parts.
+        The codelength and its parts, in bits. Random labels cost about n · log₂(number of classes): compression 1.
 
     Raises:
         ShapeError: Labels or groups that don't fit the rows.
         InputError: One class only, NaN, or portions that don't grow to 1.
-
-    Units:
-        Bits. Random labels cost about n · log₂(number of classes), that is, compression 1.
 
     Source:
         Voita and Titov 2020, arXiv 2003.12298, section 2.2.
@@ -115,14 +111,12 @@ def online_codelength(
 
     n = len(x)
     order, starts = _order(groups, n, seed)
-    order = order.to(x.device)
-    x, y = x[order], y[order].long()
+    x, y = x[order.to(x.device)], y[order.to(x.device)].long()
     ends = sorted({_boundary(share * n, starts) for share in shares})
     blocks = [ends[0] * math.log2(k)]
     for sent, until in pairwise(ends):
         blocks.append(_bits(x[:sent], y[:sent], x[sent:until], y[sent:until], k, Cs, starts, tol))
-    uniform = n * math.log2(k)
-    bits = sum(blocks)
+    uniform, bits = n * math.log2(k), sum(blocks)
     return Codelength(bits, uniform, uniform / bits, tuple(ends), tuple(blocks), k)
 
 

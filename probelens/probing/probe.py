@@ -52,28 +52,22 @@ def probe(
 
     Args:
         acts: Activations, a dict of tensors by site, or one tensor. each (n, pos, d) or (n, d)
-        labels: Class ids (integers) or numbers (floating point; ridge probes, scored by R²), one
-            tensor or a dict by label. Where only some positions were collected, labels and masks may
-            have all of them. each (n, pos) or (n,)
-        groups: What a split keeps together; each sequence is its own group if None. Sequences of equal
-            tokens are kept together as well. (n,)
+        labels: Class ids (integers) or numbers (floating point; ridge probes, scored by R²), one tensor or a dict by
+            label. Where only some positions were collected, labels and masks may have all. each (n, pos) or (n,)
+        groups: What a split keeps together, each sequence if None; sequences of equal tokens always. (n,)
         mask: Where labels count; ``acts.mask`` if None. (n, pos)
-        tokens: For the position and last-w-tokens baselines; ``acts.tokens`` if None. Give those of all
-            positions where only some were collected: the baseline of the last tokens is read from them. For
-            (n, d) activations the whole sequences, to keep copies together. (n, pos) or (n, T)
+        tokens: For the position and last-w-tokens baselines; ``acts.tokens`` if None. Give those of all positions where
+            only some were collected, and for (n, d) activations, to keep copies together. (n, pos) or (n, T)
         untrained: The same sites of the same architecture at random initialisation.
-        control_task: Also probe labels that are a hash of the last few tokens, as many as make about
-            256 contexts, for selectivity.
+        control_task: Also probe labels that are a hash of the last few tokens (about 256 contexts), for selectivity.
         mdl: Also the online codelength of class labels.
         w: Window of the last-w-tokens baseline.
-        Cs: Inverse penalties to choose from on validation, for class labels. The search upwards ends
-            early after two in a row without a gain.
+        Cs: Inverse penalties to choose from on validation, for class labels, until two in a row bring no gain.
         alphas: Penalties to choose from on validation, for numbers, on standardised features.
         splits: Shares of train, validation and test, of groups.
         seed: Seeds the split, where ``seeds`` is None.
         seeds: Several seeds, each with a split and probes of its own.
-        max_rows: At most so many training rows of class labels, and rows of the codelength, drawn at
-            random; None for all.
+        max_rows: At most so many training rows of class labels, and of the codelength, drawn at random; None for all.
         tol: Relative gap in the objective at which the solver stops.
         n_boot: Resamples of test sequences for each interval.
         progress: Show a progress bar.

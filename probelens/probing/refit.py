@@ -90,13 +90,11 @@ def guess_accuracy(labels: Tensor, mask: Tensor, split: Split) -> tuple[float, f
     """Test accuracy of guesses without activations: of a constant, and from the position alone.
 
     Args:
-        labels: Class ids. (n, pos)
-        mask: Where labels count. (n, pos)
-        split: Sequences of train, validation and test.
+        labels, mask, split: As for ``position_probes``.
 
     Returns:
-        Of the most frequent class of the test rows themselves, which no constant guess beats, and of
-        the class most frequent in training at each position.
+        Of the most frequent class of the test rows themselves, which no constant guess beats, and of the class most
+        frequent in training at each position.
 
     Examples:
         >>> y = torch.tensor([[0, 1, 1]] * 10)
@@ -166,11 +164,10 @@ def refit_accuracy(
         seed: Of the split.
 
     Returns:
-        probe_accuracy, refit_accuracy, refit_mlp_accuracy (None without ``mlp``), the majority
-        baseline, and the number of test rows, all on the same test sequences; refit_gap, how much
-        less the refitted linear probe reads than the one before, with refit_gap_lo and refit_gap_hi, a
-        95 % interval over test groups, paired (None for a single sequence); and the refitted linear probe's
-        accuracy at each position. (pos,)
+        probe_accuracy, refit_accuracy, refit_mlp_accuracy (None without ``mlp``), the majority baseline, and the number
+        of test rows, all on the same test sequences; refit_gap, how much less the refitted linear probe reads than the
+        one before, with refit_gap_lo and refit_gap_hi, a 95 % interval over test groups, paired (None for a single
+        sequence); and the refitted linear probe's accuracy at each position. (pos,)
 
     Raises:
         ShapeError: Tensors that don't fit together.
@@ -203,10 +200,13 @@ def refit_accuracy(
         "refit_n_test": int(keep.sum()),
     }
     if mlp:
-        sides = (split.train, split.val, split.test)
-        parts = [(ablated[i][mask[i]], labels[i][mask[i]]) for i in sides]
-        row["refit_mlp_accuracy"] = mlp_accuracy(*parts, seed=seed)
+        row["refit_mlp_accuracy"] = _mlp(ablated, labels, mask, split, seed)
     return row, by_position(right[1], keep)
+
+
+def _mlp(x: Tensor, labels: Tensor, mask: Tensor, split: Split, seed: int) -> float:
+    train, val, test = ((x[i][mask[i]], labels[i][mask[i]]) for i in (split.train, split.val, split.test))
+    return mlp_accuracy(train, val, test, seed=seed)
 
 
 def _gap(before: Tensor, after: Tensor, keep: Tensor, groups: Tensor) -> dict[str, float | None]:
@@ -216,9 +216,8 @@ def _gap(before: Tensor, after: Tensor, keep: Tensor, groups: Tensor) -> dict[st
         gap = float(lost.sum() / counted.sum())
         return {"refit_gap": gap, "refit_gap_lo": None, "refit_gap_hi": None}
     found = ratio_of_means(lost, counted)
-    return {
-        "refit_gap": float(found.estimate), "refit_gap_lo": float(found.low), "refit_gap_hi": float(found.high),
-    }  # fmt: skip
+    ends = {"refit_gap_lo": float(found.low), "refit_gap_hi": float(found.high)}
+    return {"refit_gap": float(found.estimate), **ends}
 
 
 @exact
@@ -239,28 +238,18 @@ def refit_check(
     read it before either, the other probes are fitted on the untouched activations too.
 
     Args:
-        clean: Activations before. (n, pos, d)
-        ablated: Activations after. (n, pos, d)
-        labels: Class ids. (n, pos)
-        mask: Where labels count. (n, pos)
-        groups: What a split keeps together. (n,)
-        mlp: Also a small MLP.
         margin: A probe reads the label when its accuracy is above the baseline by more than this, and by more
             than a quarter of what is left to read where that is less.
-        seed: Of the split.
+        Those of ``refit_accuracy``.
 
     Returns:
-        probe_accuracy (linear, before), refit_accuracy (linear, after), refit_gap (before minus after)
-        with refit_gap_lo and refit_gap_hi (over groups, paired), refit_mlp_accuracy,
-        refit_position_accuracy (one probe per position), majority, position_baseline (best guess
-        from the position alone), baseline (the larger of the two), refit_n_test, readable_before and
-        readable_after (whether any probe reads the label), probe_position_accuracy and
-        probe_mlp_accuracy (before; None where others answered that already); and the refitted pooled
-        probe's accuracy at each position. (pos,)
+        What ``refit_accuracy`` returns, with refit_position_accuracy (one probe per position), majority,
+        position_baseline (best guess from the position alone), baseline (the larger of the two), readable_before and
+        readable_after (whether any probe reads the label), probe_position_accuracy and probe_mlp_accuracy (before; None
+        where others answered that already). (pos,)
 
     Source:
-        The refitted probe: arXiv 2606.00926 v2; the MLP: Ravfogel et al. 2020, arXiv 2004.07667, section
-        5.
+        The refitted probe: arXiv 2606.00926 v2; the MLP: Ravfogel et al. 2020, arXiv 2004.07667, section 5.
     """
     row, by_position = refit_accuracy(clean, ablated, labels, mask, groups, mlp=mlp, seed=seed)
     split = split_by_group(groups, FRACTIONS, seed)
@@ -282,7 +271,6 @@ def refit_check(
         row["probe_position_accuracy"] = position_probes(clean, labels, mask, split).accuracy
         row["readable_before"] = row["probe_position_accuracy"] > bar
     if mlp and not row["readable_before"]:
-        parts = [(clean[i][mask[i]], labels[i][mask[i]]) for i in (split.train, split.val, split.test)]
-        row["probe_mlp_accuracy"] = mlp_accuracy(parts[0], parts[1], parts[2], seed=seed)
+        row["probe_mlp_accuracy"] = _mlp(clean, labels, mask, split, seed)
         row["readable_before"] = row["probe_mlp_accuracy"] > bar
     return row, by_position

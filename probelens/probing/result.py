@@ -109,9 +109,7 @@ class ProbeResult(Rows):
         """Where a label lies in the activations of a site: filter, pattern, class means and LEACE.
 
         Args:
-            site: Hook point.
-            label: Label; None if there is only one.
-            seed: Seed; None for the first.
+            Those of ``ProbeResult.row``, without ``control``.
 
         Returns:
             Directions of every definition. each (k, d)
@@ -175,10 +173,7 @@ class ProbeResult(Rows):
         """Test accuracy of one probe.
 
         Args:
-            site: Hook point.
-            label: Label; None if there is only one.
-            seed: Seed; None for the first.
-            control: "task", "untrained" or "control_task".
+            Those of ``ProbeResult.row``.
 
         Returns:
             Share of the test positions that are right, 0 to 1.
@@ -192,10 +187,7 @@ class ProbeResult(Rows):
         """Share of the variance of a numeric label that a ridge probe explains on test.
 
         Args:
-            site: Hook point.
-            label: Label; None if there is only one.
-            seed: Seed; None for the first.
-            control: "task", "untrained" or "control_task".
+            Those of ``ProbeResult.row``.
 
         Returns:
             At most 1; below 0 where the mean of the test rows would do better.
@@ -215,9 +207,7 @@ class ProbeResult(Rows):
         """Directions of a probe in the space of the activations, one row a class.
 
         Args:
-            site: Hook point.
-            label: Label; None if there is only one.
-            seed: Seed; None for the first.
+            Those of ``ProbeResult.row``, without ``control``.
 
         Returns:
             Directions. (class, d)
@@ -228,9 +218,7 @@ class ProbeResult(Rows):
         """Intercepts that belong to ``coef``.
 
         Args:
-            site: Hook point.
-            label: Label; None if there is only one.
-            seed: Seed; None for the first.
+            Those of ``ProbeResult.row``, without ``control``.
 
         Returns:
             Intercepts. (class,)
@@ -241,8 +229,7 @@ class ProbeResult(Rows):
         """Mean activation of the training rows.
 
         Args:
-            site: Hook point.
-            seed: Seed; None for the first.
+            site, seed: As for ``ProbeResult.row``.
 
         Returns:
             The mean. (d,)
@@ -273,9 +260,7 @@ class ProbeResult(Rows):
         """Accuracy of each test sequence at each site.
 
         Args:
-            label: Label; None if there is only one.
-            seed: Seed; None for the first.
-            control: "task", "untrained" or "control_task".
+            Those of ``ProbeResult.row``, without ``site``.
 
         Returns:
             Accuracies, sites in order. (sequence, site)
@@ -304,28 +289,18 @@ class ProbeResult(Rows):
         lines = [f"{listed(map(repr, self.labels))} probed at {count(len(self.sites), 'site')}, {seeds}."]
         for label in self.labels:
             row = self.best(label)
-            score = row["accuracy" if "accuracy" in row else "r2"]
-            say = percent if "accuracy" in row else fixed
-            end = hundredths if "accuracy" in row else fixed
-            named = {
-                name: row[name] for name in _BASELINES if name in row and (name != "embedding" or row["layer"] != -1)
-            }
-            what = "accuracy" if "accuracy" in row else "R²"
+            number = "r2" in row
+            what, score = ("R²", row["r2"]) if number else ("accuracy", row["accuracy"])
+            say, end, gap = (fixed, fixed, fixed) if number else (percent, hundredths, points)
+            named = {n: row[n] for n in _BASELINES if n in row and (n != "embedding" or row["layer"] != -1)}
             lines.append(
                 f"{label}: highest {what} {say(score)}{between(row['lo'], row['hi'], end)} at {place(row)}, on "
                 f"{count(row['n_test'], 'test position')}."
             )
             if named:
-                best = max(named, key=named.__getitem__)
-                over = score - named[best]
-                gap = points(over) if "accuracy" in row else fixed(over)
                 said = listed((f"{_BASELINES[name]} {say(value)}" for name, value in named.items()), 9)
-                lines.append(f"  {gap} above the best baseline. Baselines: {said}.")
-            more = []
-            if "selectivity" in row:
-                more.append(
-                    f"selectivity {points(row['selectivity']) if 'accuracy' in row else fixed(row['selectivity'])}"
-                )
+                lines.append(f"  {gap(score - max(named.values()))} above the best baseline. Baselines: {said}.")
+            more = [f"selectivity {gap(row['selectivity'])}"] if "selectivity" in row else []
             if "compression" in row:
                 more.append(f"compression {valued(row['compression'])}")
             if more:
@@ -337,8 +312,7 @@ class ProbeResult(Rows):
 
         Args:
             title: Shown above the figure.
-            label: This label alone, R² if it is a number. None: all classes, or where there are
-                none all numbers.
+            label: This label alone, R² if it is a number. None: all classes, or where there are none all numbers.
 
         Returns:
             A line chart.

@@ -97,10 +97,10 @@ def real_tokens(tokens: Tensor, mask: Tensor, attention_mask: Tensor | None = No
 
 
 def groups_of(batch: Batch) -> Tensor:
-    """The groups of a batch, those that share a sequence merged.
+    """The groups of a batch, those that share a sequence merged. Tokens in padding don't make sequences differ.
 
     Args:
-        batch: Sequences; tokens in padding don't make sequences differ.
+        batch: Sequences.
 
     Returns:
         Group ids. (n,)
@@ -126,8 +126,9 @@ def copies_together(tokens: Tensor, groups: Tensor) -> Tensor:
         tensor([0, 1, 0])
     """
     if tokens.ndim != 2 or groups.ndim != 1:
-        shapes = f"{tuple(tokens.shape)} and {tuple(groups.shape)}"
-        raise ShapeError(f"tokens must be (n, pos) and groups (n,), got {shapes}")
+        raise ShapeError(
+            f"tokens must be (n, pos) and groups (n,), got {tuple(tokens.shape)} and {tuple(groups.shape)}"
+        )
     if len(tokens) != len(groups):
         raise ShapeError(f"{len(tokens)} token sequences for {len(groups)} groups; give one per sequence")
     if not tokens.shape[1]:

@@ -32,17 +32,15 @@ def from_probe(
 ) -> Subspace:
     """The row space of a linear probe, in the space of the activations.
 
-    A probe fitted on standardised features z = (x − m)/s reads x along w/s: give ``scale=s``. With
-    one row per class only differences of rows matter to a softmax, so the row mean is removed and
-    the rank is at most classes − 1.
+    A probe fitted on standardised features z = (x − m)/s reads x along w/s: give ``scale=s``. With one row per class
+    only differences of rows matter to a softmax, so the row mean is removed and the rank is at most classes − 1.
 
     Args:
-        probe: A ``ProbeResult``; rows (class, d); one row (1, d) or (d,) for two classes; or anything
-            with ``coef_``, such as a ``LinearProbe``.
-        mean: Mean activation, around which ``project_out`` works; default, for a ``ProbeResult``
-            only: that of its training rows. (d,)
-        scale: Standard deviation by which each feature was divided before the fit; none for a
-            ``ProbeResult``, which has its rows in raw space already. (d,)
+        probe: A ``ProbeResult``; rows (class, d); one row (1, d) or (d,) for two classes; or anything with ``coef_``.
+        mean: Mean activation, around which ``project_out`` works; default, for a ``ProbeResult``: of its training rows.
+            (d,)
+        scale: Standard deviation by which each feature was divided before the fit; none for a ``ProbeResult``, which has
+            its rows in raw space already. (d,)
         site: Site of a ``ProbeResult``; None where there is only one.
         label: Label of a ``ProbeResult``, and the subspace's name; default "probe".
         seed: Seed of a ``ProbeResult``; None for the first.
@@ -102,8 +100,7 @@ def probe_rows(probes: Any, label: str | None = None, *, rank: int | None = None
         rank: Keep at most so many directions, those in which the rows differ most.
 
     Returns:
-        Site to subspace. Where a probe found nothing its rows are all equal and the subspace is
-        empty: removing it removes nothing.
+        Site to subspace. Where a probe found nothing its rows are all equal and the subspace is empty.
 
     Raises:
         InputError: Not a ``ProbeResult``, no such label, or several labels and none given.
@@ -131,12 +128,11 @@ def probe_rows(probes: Any, label: str | None = None, *, rank: int | None = None
 def mean_difference(X: Tensor, y: Tensor, mask: Tensor | None = None, *, label: str = "mean difference") -> Subspace:
     """The line between the means of two classes.
 
-    For two classes projecting it out makes the class means equal, which guards against every
-    linear probe.
+    For two classes projecting it out makes the class means equal, which guards against every linear probe.
 
     Args:
         X: Activations. (..., d)
-        y: Class ids, two different ones. (...)
+        y: Class ids. (...)
         mask: True for the rows to use. (...)
         label: Name.
 
@@ -155,9 +151,7 @@ def mean_difference(X: Tensor, y: Tensor, mask: Tensor | None = None, *, label: 
         1
     """
     found = class_means(X, y, mask, label=label)
-    _, labels = flat_rows(X, y, mask=mask)
-    count = len(labels.unique())
-    if count != 2:
+    if (count := len(flat_rows(X, y, mask=mask)[1].unique())) != 2:
         raise InputError(f"a mean difference needs two classes, got {count}: use class_means")
     return found
 
@@ -168,11 +162,8 @@ def class_means(
     """The span of the class means around the overall mean, rank at most classes − 1.
 
     Args:
-        X: Activations. (..., d)
-        y: Class ids. (...)
-        mask: True for the rows to use. (...)
+        Those of ``mean_difference``.
         rank: Keep only the directions in which the means differ most, each class weighing the same.
-        label: Name.
 
     Returns:
         Around the mean activation.
@@ -220,8 +211,7 @@ def pca(X: Tensor, rank: int, mask: Tensor | None = None, *, label: str = "pca")
         >>> pca(torch.tensor([[0.0, 5.0], [1.0, -5.0]]), rank=1).basis.abs().argmax()
         tensor(1)
     """
-    (x,) = flat_rows(X, mask=mask)
-    mean, covariance = moments(x)
+    mean, covariance = moments(X, mask)
     return top_pca(rank, covariance, mean, label=label)
 
 
@@ -229,10 +219,9 @@ def top_pca(rank: int, covariance: Tensor, mean: Tensor, *, label: str = "top pc
     """The directions of largest variance of a known covariance: the control that removes most variance at equal rank.
 
     Args:
-        rank: How many directions.
+        rank, label: As for ``pca``.
         covariance: Σ of the activations. (d, d)
         mean: Mean activation. (d,)
-        label: Name.
 
     Returns:
         Largest variance first.
@@ -253,14 +242,10 @@ def top_pca(rank: int, covariance: Tensor, mean: Tensor, *, label: str = "top pc
 def svd(X: Tensor, rank: int, mask: Tensor | None = None, *, label: str = "svd") -> Subspace:
     """The right singular vectors of the activations as they are, not centred.
 
-    Where activations have a large mean, that mean is the first direction. The subspace has mean
-    zero, so ``project_out`` and ``project_out_raw`` agree.
+    A large mean is the first direction. The subspace has mean zero: ``project_out`` and ``project_out_raw`` agree.
 
     Args:
-        X: Activations. (..., d)
-        rank: How many directions.
-        mask: True for the rows to use. (...)
-        label: Name.
+        Those of ``pca``.
 
     Returns:
         Largest singular value first.
@@ -273,8 +258,7 @@ def svd(X: Tensor, rank: int, mask: Tensor | None = None, *, label: str = "svd")
         >>> svd(torch.tensor([[9.0, 1.0], [9.0, -1.0]]), rank=1).basis.abs()
         tensor([[1., 0.]], dtype=torch.float64)
     """
-    (x,) = flat_rows(X, mask=mask)
-    mean, covariance = moments(x)
+    mean, covariance = moments(X, mask)
     return top_pca(rank, covariance + torch.outer(mean, mean), torch.zeros_like(mean), label=label)
 
 
@@ -312,6 +296,4 @@ def moments(X: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 def _cut(basis: Tensor, rank: int | None) -> Tensor:
-    if rank is None:
-        return basis
-    return basis[: whole_number("rank", rank, 1, len(basis))]
+    return basis if rank is None else basis[: whole_number("rank", rank, 1, len(basis))]

@@ -39,8 +39,7 @@ class Inlp(Subspace):
         accuracy: Held-out accuracy of the last refitted probe.
         baseline: Accuracy that it was compared with.
         margin: At chance means accuracy ≤ baseline + margin; the margin is smaller for a baseline near 1.
-        history: One row per fit: step, rank removed before it, held-out accuracy, baseline, C,
-            n_iter, each of two products with the features.
+        history: One row per fit: step, rank removed before it, held-out accuracy, baseline, C, n_iter.
     """
 
     stopped: str = ""
@@ -85,42 +84,36 @@ def inlp(
 ) -> Inlp:
     """Remove probe directions, refitting after each, until nothing linear is left to read.
 
-    Sequences are split 60/20/20. Each step fits a multinomial logistic probe on the training rows
-    without the directions found so far, scores it on the last fifth, and adds its rows. C is
-    chosen on the second fifth at the first step and kept; before the loop may stop at chance, all
-    C are tried again, so that an unsuitable penalty isn't taken for an erasure.
-
-    The features are factorised once. A probe on activations without Q is a probe whose weights are
-    orthogonal to Q, so no step copies or refactorises them.
+    Sequences are split 60/20/20. Each step fits a multinomial logistic probe on the training rows without the
+    directions found so far, scores it on the last fifth, and adds its rows. C is chosen on the second fifth at the
+    first step and kept; before the loop may stop at chance, all C are tried again, so that an unsuitable penalty isn't
+    taken for an erasure. A probe on activations without Q is a probe whose weights are orthogonal to Q, so no step
+    copies the features.
 
     Args:
         X: Activations. (..., d)
         y: Class ids. (...)
-        groups: Sequence of each row, which a split keeps together. Default: the first
-            axis of ``X`` where it has more than two, otherwise every row is its own. (...)
+        groups: Sequence of each row, which a split keeps together. Default: the first axis of ``X`` where it has more
+            than two, otherwise every row is its own. (...)
         mask: True for the rows to use. (...)
-        baseline: Accuracy of a guess. Default: the training majority class, on the held-out rows.
-            Give the position-only one where the label depends on the position.
-        margin: Largest distance above the baseline that counts as chance; at most a quarter of the
-            distance from the baseline to 1.
+        baseline: Accuracy of a guess. Default: the training majority class, on the held-out rows. Give the position-only
+            one where the label depends on the position.
+        margin: Largest distance above the baseline that counts as chance; at most a quarter of that from it to 1.
         max_rank: Budget of directions; default: d.
         Cs: Inverse penalties to choose from, or one to use.
-        tol: Relative gap in the objective at which a fit stops. A looser one saves little, and its
-            errors add up over the steps. The fit that ends the loop is solved to 1e-3 at least.
+        tol: Relative gap in the objective at which a fit stops; a looser one's errors add up over the steps.
         seed: Seeds the split.
         label: Name.
 
     Returns:
-        The removed subspace. ``at_chance`` says whether it was enough; if not, ``accuracy`` is
-        where the budget ended.
+        The removed subspace. ``at_chance`` says whether it was enough; ``accuracy`` is where it ended.
 
     Raises:
         ShapeError: Labels, groups or mask that don't fit.
         InputError: One class in the training rows, or too few sequences to split.
 
     Units:
-        Memory: two float32 copies of the training rows. Time: one factorisation O(n d²) and, per
-        step, a few dozen products of O(n d classes).
+        Memory: two float32 copies of the training rows. Time: O(n d²) and, per step, a few dozen O(n d classes).
 
     Source:
         Ravfogel et al. 2020, arXiv 2004.07667, algorithm 1.
@@ -134,13 +127,14 @@ def inlp(
         ('at chance', True)
     """
     rows = _Rows.of(X, y, groups, mask, seed)
-    budget = rows.d if max_rank is None else max_rank
-    if not 0 <= budget <= rows.d:
-        raise InputError(f"max_rank must be between 0 and the width {rows.d}, got {max_rank}")
+    shared, C = Factorised.of(rows.parts["train"][0], standardize=True, dtype=torch.float32), None
+    d = shared.d
+    budget = d if max_rank is None else max_rank
+    if not 0 <= budget <= d:
+        raise InputError(f"max_rank must be between 0 and the width {d}, got {max_rank}")
     choices = tuple(sorted(float(C) for C in (Cs if isinstance(Cs, Sequence) else (Cs,))))
     chance = rows.majority() if baseline is None else float(baseline)
-    shared, C = rows.factorised(), None
-    removed = torch.zeros(0, rows.d, dtype=torch.float64, device=shared.x.device)
+    removed = torch.zeros(0, d, dtype=torch.float64, device=shared.x.device)
     history: list[dict[str, Any]] = []
     while True:
         fit = rows.fit(shared, choices if C is None else (C,), tol)
@@ -149,12 +143,8 @@ def inlp(
             fit = rows.fit(shared, choices, min(tol, 1e-3))
             accuracy = rows.accuracy(fit, "test")
         C = fit.C
-        history.append(
-            {
-                "step": len(history), "rank": len(removed), "accuracy": accuracy, "baseline": chance, "C": C,
-                "n_iter": fit.n_iter,
-            }
-        )  # fmt: skip
+        step = {"step": len(history), "rank": len(removed), "accuracy": accuracy}
+        history.append({**step, "baseline": chance, "C": C, "n_iter": fit.n_iter})
         found = _new_directions(fit.softmax()[0], removed)[: budget - len(removed)]
         if accuracy <= chance + chance_margin(chance, margin):
             stopped = "at chance"
@@ -165,7 +155,7 @@ def inlp(
         else:
             removed = torch.cat([removed, found])
             # Knowing a few removed directions costs a fit less than a factorisation without them.
-            many = rows.n_classes * len(removed) ** 2 > 2 * rows.d**2
+            many = rows.n_classes * len(removed) ** 2 > 2 * d**2
             shared = shared.project_out(found, refactor=many)
             continue
         return Inlp(
@@ -216,13 +206,6 @@ class _Rows:
         if len(parts["train"][1].unique()) < 2:
             raise InputError("the training rows hold one class only: there is nothing to remove")
         return cls(parts, len(classes))
-
-    @property
-    def d(self) -> int:
-        return self.parts["train"][0].shape[1]
-
-    def factorised(self) -> Factorised:
-        return Factorised.of(self.parts["train"][0], standardize=True, dtype=torch.float32)
 
     def fit(self, shared: Factorised, Cs: tuple[float, ...], tol: float) -> LogisticFit:
         """The probe whose C does best on the validation rows."""

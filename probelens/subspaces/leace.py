@@ -26,8 +26,7 @@ _MAX_CLASSES = 20_000  # ids beyond this are token ids or hashes, and their cova
 class Eraser(Result):
     """The affine map r(x) = x − L R (x − μ), with I − L R a projection.
 
-    It is oblique: what it subtracts leaves the class means equal at the least expected change of
-    x, so it need not be orthogonal to the directions it reads.
+    It is oblique: what it subtracts leaves the class means equal at the least expected change of x.
 
     Args:
         left: L, the directions that change. (d, rank)
@@ -103,13 +102,11 @@ class Eraser(Result):
 class LeaceFitter:
     """Fits a LEACE eraser from means and covariances that are collected batch by batch.
 
-    r(x) = x − W⁺ P W (x − E x) with W = (Σ_xx^{1/2})⁺ and P the orthogonal projector on the columns
-    of W Σ_xz. Afterwards Σ_xz is zero, so all classes have the same mean, and then and only then
-    no linear predictor with a convex loss beats a constant. Among such maps it moves x least, in
-    every norm. This is exact on the rows fitted; on new rows what is left shrinks with d / n.
-
-    Neither shrinkage of the covariance nor truncation beyond rounding noise is applied: both would leave a
-    residue that a refitted probe finds.
+    r(x) = x − W⁺ P W (x − E x) with W = (Σ_xx^{1/2})⁺ and P the orthogonal projector on the columns of W Σ_xz.
+    Afterwards Σ_xz is zero, so all classes have the same mean, and then and only then no linear predictor with a convex
+    loss beats a constant. Among such maps it moves x least, in every norm. This is exact on the rows fitted; on new
+    rows what is left shrinks with d / n. The covariance is neither shrunk nor truncated beyond rounding noise: both
+    would leave a residue that a refitted probe finds.
 
     Args:
         tol: Canonical correlations up to this count as zero.
@@ -118,12 +115,10 @@ class LeaceFitter:
         InputError: ``tol`` outside [0, 1).
 
     Units:
-        Memory: d² + d k numbers in float64, whatever the number of rows. Time: O(n d²) to collect,
-        O(d³) for the eraser.
+        Memory: d² + d k numbers in float64. Time: O(n d²) to collect, O(d³) for the eraser.
 
     Source:
-        Belrose et al. 2023, arXiv 2306.03819, theorems 3.1 and 4.2. Merging of batches: Chan,
-        Golub and LeVeque 1983.
+        Belrose et al. 2023, arXiv 2306.03819, theorems 3.1 and 4.2. Merging: Chan, Golub and LeVeque 1983.
 
     Examples:
         >>> fitter = LeaceFitter()
@@ -146,8 +141,7 @@ class LeaceFitter:
 
         Args:
             X: Activations. (..., d)
-            y: Integer class ids (...), of any number of classes, which later batches may extend; or
-                numbers to erase, (...) or (..., k), one-hot or continuous.
+            y: Integer class ids (...), which later batches may extend; or numbers to erase, (...) or (..., k).
             mask: True for the rows to use. (...)
 
         Returns:
@@ -232,8 +226,7 @@ class LeaceFitter:
         Raises:
             InputError: No rows, or one class only.
         """
-        if self._eraser is None:
-            self._eraser = self._solve()
+        self._eraser = self._eraser or self._solve()
         return self._eraser
 
     def _need_rows(self) -> None:
@@ -269,9 +262,7 @@ def leace(X: Tensor, y: Tensor, mask: Tensor | None = None, *, tol: float = 1e-8
     """The least-squares eraser of a label, in one call.
 
     Args:
-        X: Activations. (..., d)
-        y: Integer class ids (...), or numbers to erase, (...) or (..., k).
-        mask: True for the rows to use. (...)
+        Those of ``LeaceFitter.update``.
         tol: Canonical correlations up to this count as zero.
 
     Returns:

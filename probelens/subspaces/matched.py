@@ -53,13 +53,11 @@ def random_matched(
 ) -> list[Subspace]:
     """Random subspaces that have the target's rank and remove the variance that the target removes.
 
-    Each draw starts from a uniform random frame G and moves it along span(Λ^{β/2} G), with Λ the
-    eigenvalues of Σ, to the β at which tr QΣQᵀ is the target's. β = 0 is the uniform draw, β = 1 a
-    draw from the activations' own distribution, and β → ±∞ ends in the directions of largest or
-    smallest variance, so every target is met; the family is the matrix angular central Gaussian one.
-
-    When the target is close to those ends, only its own neighbourhood removes as much, and a
-    matched draw is no control. That is refused, by the overlap with the target.
+    Each draw starts from a uniform random frame G and moves it along span(Λ^{β/2} G), with Λ the eigenvalues of Σ, to
+    the β at which tr QΣQᵀ is the target's. β = 0 is the uniform draw, β = 1 a draw from the activations' own
+    distribution, and β → ±∞ ends in the directions of largest or smallest variance, so every target is met; the family
+    is the matrix angular central Gaussian one. When the target is close to those ends, only its own neighbourhood
+    removes as much, and a matched draw is no control. That is refused, by the overlap with the target.
 
     Args:
         target: The subspace to match, or an eraser, by the mean squared length of its edit.
@@ -68,8 +66,8 @@ def random_matched(
         seed: Seeds the draws.
         mean: Mean activation; default: the target's. (d,)
         tol: Largest relative error of the variance.
-        max_overlap: Refuse when the draws' mean overlap with the target (``Subspace.overlap``) is
-            above this. Report it below: controls that share most of the target understate its effect.
+        max_overlap: Refuse when the draws' mean overlap with the target (``Subspace.overlap``) is above this. Report it
+            below: controls that share most of the target understate its effect.
         label: Name.
 
     Returns:
@@ -100,11 +98,10 @@ def random_matched(
         raise InputError("the target removes no variance: its directions are constant over the activations")
     gen = torch.Generator().manual_seed(seed)
     frames = torch.randn(n, d, rank, generator=gen, dtype=torch.float64).to(values.device)
-    rows = [vectors @ frame for frame in _matched_frames(frames, values, wanted, tol)]
     centre = target.mean if mean is None else mean
-    found = [Subspace(q.mT.contiguous(), centre, label) for q in rows]
-    got = [q.variance_removed(covariance) for q in found]
-    worst = max(abs(v / wanted - 1) for v in got)
+    frames = _matched_frames(frames, values, wanted, tol)
+    found = [Subspace((vectors @ frame).mT.contiguous(), centre, label) for frame in frames]
+    worst = max(abs(q.variance_removed(covariance) / wanted - 1) for q in found)
     if worst > tol:
         raise InputError(
             f"no random subspace of rank {rank} removes the target's variance {wanted:.4g} within {tol:.1%} "

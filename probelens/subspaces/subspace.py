@@ -23,8 +23,7 @@ __all__ = ["Subspace"]
 class Subspace(Result):
     """Orthonormal directions Q and the point μ around which they are removed.
 
-    Maps compute in float64 and return the dtype and device of their input, which stays unchanged;
-    gradients pass through.
+    Maps compute in float64 and return the dtype and device of their input; gradients pass through.
 
     Args:
         basis: Q, orthonormal rows; none for the empty subspace. (rank, d)
@@ -48,9 +47,8 @@ class Subspace(Result):
     label: str = ""
 
     def __post_init__(self) -> None:
-        basis, mean = (
-            to_float64(tensor_of(name, t).detach()) for name, t in (("basis", self.basis), ("mean", self.mean))
-        )
+        basis = to_float64(tensor_of("basis", self.basis).detach())
+        mean = to_float64(tensor_of("mean", self.mean).detach())
         if basis.ndim != 2 or mean.shape != basis.shape[1:]:
             raise ShapeError(
                 f"a subspace needs a basis (rank, d) and a mean (d,), got {tuple(basis.shape)} and {tuple(mean.shape)}"
@@ -97,11 +95,10 @@ class Subspace(Result):
     def project_out_raw(self, x: Tensor) -> Tensor:
         """x − QᵀQx: the directions are set to zero, which also moves the mean of x.
 
-        What follows in a model then sees activations off their usual mean, so an effect may be
-        that of the shift. Prefer ``project_out``.
+        What follows in a model then sees activations off their usual mean, and an effect may be that of the shift.
 
         Args:
-            x: Activations. (..., d)
+            Those of ``Subspace.project_out``.
 
         Returns:
             (..., d)
@@ -206,7 +203,7 @@ class Subspace(Result):
         return Subspace(orthonormal_rows(rows), self.mean, name)
 
     def complement(self, label: str | None = None) -> Subspace:
-        """Everything orthogonal to this subspace, around the same mean. Rank d − rank.
+        """Everything orthogonal to this subspace, around the same mean.
 
         Args:
             label: Name of the result; default: "not " and this name.

@@ -60,9 +60,7 @@ def ridge_path(
         X: Features, or their `Factorised` to use again. (n, d)
         Y: Targets, one or several. (n,) or (n, k)
         alphas: Penalties, not negative; at 0, the least-squares solution of the smallest norm.
-        sample_weight: Weight of each row; with a `Factorised`, give it there. (n,)
-        fit_intercept: Whether to fit an intercept; with a `Factorised`, it decides.
-        standardize: Penalise the weights of standardised features; with a `Factorised`, it decides.
+        sample_weight, fit_intercept, standardize: As for ``probing.fit_path``.
 
     Returns:
         One fit per penalty, in the order given.
