@@ -1,8 +1,8 @@
 """Loops that numba compiles, for Mamba on a CPU: the selective scan, the convolution before it, their gradients.
 
-The scan is the recurrence of `probelens.kernels.scan`, in its layout. One example and a few channels are run over the whole
-sequence at a time, so that what a step needs stays in the first-level cache; backward runs forward again and keeps
-only that piece's states. numba comes with the extra ``probelens[fast]``; without it PyTorch's operations run.
+The scan is the recurrence of `probelens.kernels.scan`, in its layout. One example and a few channels are run over the
+whole sequence at a time, so that what a step needs stays in the first-level cache; backward runs forward again and
+keeps only that piece's states. numba comes with the extra ``probelens[fast]``; without it PyTorch's operations run.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
-
-__all__ = ["conv", "conv_gradients", "kernels", "scan", "scan_gradients", "scan_keeping", "suits_conv", "suits_scan"]
 
 # Loading numba and the compiled loops takes 0.4 s of CPU time, compiling them seconds, once per installation.
 _FEWEST_ELEMENTS = 1 << 20
@@ -26,53 +25,27 @@ _MOST_FLOATS = 1 << 24
 _NARROWEST, _WIDEST = 16, 256
 
 
-class _Kernels(NamedTuple):
-    scan: Callable[..., None]
-    scan_keeping: Callable[..., None]
-    scan_gradients: Callable[..., None]
-    conv: Callable[..., None]
-    conv_gradients: Callable[..., None]
-
-
 def suits_scan(u: Tensor, A: Tensor) -> bool:
-    """Whether the compiled loops can run the scan, and are worth it.
-
-    Args:
-        u: What is written. (batch, pos, channel)
-        A: Decay rates. (state, channel)
-    """
+    """Whether the compiled loops can run the scan, and are worth it. (batch, pos, channel), (state, channel)"""
     within = u.shape[1] * A.shape[0] * _NARROWEST <= _MOST_FLOATS
     return within and _suits(u, u.numel() * A.shape[0])
 
 
 def suits_conv(x: Tensor, weight: Tensor) -> bool:
-    """Whether the compiled loops can run the convolution, and are worth it.
-
-    Args:
-        x: Input. (batch, pos, channel)
-        weight: Kernel. (channel, kernel size)
-    """
+    """Whether the compiled loops can run the convolution, and are worth it. (batch, pos, channel), (channel, size)"""
     return _suits(x, x.numel() * weight.shape[1])
 
 
 def _suits(x: Tensor, elements: int) -> bool:
-    if x.device.type != "cpu" or x.dtype != torch.float32 or elements < _FEWEST_ELEMENTS:
-        return False
-    return kernels() is not None
+    fits = x.device.type == "cpu" and x.dtype == torch.float32 and elements >= _FEWEST_ELEMENTS
+    return fits and kernels() is not None
 
 
 def scan(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs and last state.
-
-    Args:
-        u, dt, A, B, C, first: As `probelens.kernels.scan` lays them out, float32 on the CPU.
-
-    Returns:
-        y (batch, pos, channel) and the last state (batch, state, channel).
-    """
+    """y (batch, pos, channel) and the last state (batch, state, channel), from float32 inputs on the CPU."""
     y, last = _zeros(u), first.clone(memory_format=torch.contiguous_format)
     arrays = *_arrays(u, dt, A, B, C), y.numpy(), last.numpy()
-    run = _found().scan
+    run = _loops().run_scan
     _by_rows(len(u), lambda start, stop: run(start, stop, _width(u, A), *arrays))
     return y, last
 
@@ -80,18 +53,10 @@ def scan(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, first: Tensor) 
 def scan_keeping(
     u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, first: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `scan`, and write the state after every step.
-
-    Args:
-        u, dt, A, B, C, first: The inputs of `scan`.
-        states: Where to write, contiguous. (pos, batch, state, channel)
-
-    Returns:
-        y (batch, pos, channel) and the last state (batch, state, channel).
-    """
+    """As `scan`, and write the state after every step to ``states``, contiguous (pos, batch, state, channel)."""
     y = _zeros(u)
     arrays = *_arrays(u, dt, A, B, C, first), y.numpy(), states.numpy()
-    run = _found().scan_keeping
+    run = _loops().run_scan_keeping
     _by_rows(len(u), lambda start, stop: run(start, stop, *arrays))
     return y, states[-1].clone()
 
@@ -99,16 +64,10 @@ def scan_keeping(
 def scan_gradients(
     u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, first: Tensor, grad_y: Tensor, grad_last: Tensor
 ) -> tuple[Tensor, ...]:
-    """Gradients of u, dt, A, B, C and the first state.
-
-    Args:
-        u, dt, A, B, C, first: The inputs of `scan`.
-        grad_y: Gradient of y. (batch, pos, channel)
-        grad_last: Gradient of the last state. (batch, state, channel)
-    """
+    """Gradients of the inputs of `scan`, from those of its outputs."""
     g_u, g_dt, g_B, g_C, g_first = (_zeros(v) for v in (u, dt, B, C, first))
     arrays = *_arrays(u, dt, A, B, C, first, grad_y, grad_last), *_arrays(g_u, g_dt, g_B, g_C, g_first)
-    run, parts = _found().scan_gradients, list[Tensor]()
+    run, parts = _loops().run_scan_gradients, list[Tensor]()
 
     def share(start: int, stop: int) -> None:
         g_A = _zeros(A)
@@ -120,33 +79,19 @@ def scan_gradients(
 
 
 def conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """A convolution along positions, channel by channel, each position seeing itself and those before.
-
-    Args:
-        x: Input, float32 on the CPU. (batch, pos, channel)
-        weight: Kernel, last position last. (kernel size, channel)
-        bias: (channel,)
-
-    Returns:
-        (batch, pos, channel)
-    """
+    """A causal convolution of each channel, float32 on the CPU. (batch, pos, channel), (kernel size, channel)"""
     y = _zeros(x)
     arrays = *_arrays(x, weight, bias), y.numpy()
-    run = _found().conv
+    run = _loops().run_conv
     _by_rows(len(x), lambda start, stop: run(start, stop, *arrays))
     return y
 
 
 def conv_gradients(x: Tensor, weight: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias.
-
-    Args:
-        x, weight: The inputs of `conv`.
-        grad_y: Gradient of its output. (batch, pos, channel)
-    """
+    """Gradients of the x, weight and bias of `conv`, from that of its output."""
     g_x = _zeros(x)
     arrays = *_arrays(x, weight, grad_y), g_x.numpy()
-    run, parts = _found().conv_gradients, list[tuple[Tensor, Tensor]]()
+    run, parts = _loops().run_conv_gradients, list[tuple[Tensor, Tensor]]()
 
     def share(start: int, stop: int) -> None:
         g_weight, g_bias = _zeros(weight), x.new_zeros(x.shape[2])
@@ -158,7 +103,7 @@ def conv_gradients(x: Tensor, weight: Tensor, grad_y: Tensor) -> tuple[Tensor, T
     return g_x, torch.stack(g_weights).sum(0), torch.stack(g_biases).sum(0)
 
 
-def _found() -> _Kernels:
+def _loops() -> ModuleType:
     found = kernels()
     assert found is not None
     return found
@@ -182,15 +127,15 @@ def _by_rows(batch: int, run: Callable[[int, int], None]) -> None:
     """Share the examples out among as many threads as PyTorch uses."""
     n = min(torch.get_num_threads(), batch)
     if n <= 1:
-        return run(0, batch)
+        run(0, batch)
+        return
     bounds = [batch * i // n for i in range(n + 1)]
     with ThreadPoolExecutor(n) as pool:
         list(pool.map(run, bounds[:-1], bounds[1:]))
-    return None
 
 
 @functools.cache
-def kernels() -> _Kernels | None:
+def kernels() -> ModuleType | None:
     """The compiled loops; None where numba is not installed or doesn't work."""
     try:
         import numba
@@ -202,20 +147,13 @@ def kernels() -> _Kernels | None:
     if getattr(numba.config, "DISABLE_JIT", False):
         return None
     try:
-        from probelens.kernels import loops as _loops
+        from probelens.kernels import loops
 
-        found = _Kernels(
-            _loops.run_scan,
-            _loops.run_scan_keeping,
-            _loops.run_scan_gradients,
-            _loops.run_conv,
-            _loops.run_conv_gradients,
-        )
-        _try(found)
+        _try(loops)
     except Exception as err:  # a damaged cache of compiled code, say
         _warn(err)
         return None
-    return found
+    return loops
 
 
 def _warn(err: Exception) -> None:
@@ -225,12 +163,12 @@ def _warn(err: Exception) -> None:
     )
 
 
-def _try(found: _Kernels) -> None:
+def _try(loops: ModuleType) -> None:
     """Call each loop once, which loads it or compiles it."""
     x, A, B = (torch.zeros(shape).numpy() for shape in ((1, 1, 1), (1, 1), (1, 1, 1)))
     out = [torch.zeros(1, 1, 1).numpy() for _ in range(5)]
-    found.scan(0, 1, 1, x, x, A, B, B, out[0], out[1])
-    found.scan_keeping(0, 1, x, x, A, B, B, x, out[0], out[1][None].copy())
-    found.scan_gradients(0, 1, 1, x, x, A, B, B, x, x, x, *out, A.copy())
-    found.conv(0, 1, x, A, A[0], out[0])
-    found.conv_gradients(0, 1, x, A, x, out[0], A.copy(), A[0].copy())
+    loops.run_scan(0, 1, 1, x, x, A, B, B, out[0], out[1])
+    loops.run_scan_keeping(0, 1, x, x, A, B, B, x, out[0], out[1][None].copy())
+    loops.run_scan_gradients(0, 1, 1, x, x, A, B, B, x, x, x, *out, A.copy())
+    loops.run_conv(0, 1, x, A, A[0], out[0])
+    loops.run_conv_gradients(0, 1, x, A, x, out[0], A.copy(), A[0].copy())

@@ -11,8 +11,6 @@ from torch.nn import functional as F
 from probelens.errors import ShapeError
 from probelens.kernels import compiled as _compiled
 
-__all__ = ["causal_conv"]
-
 
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None = None, *, need_state: bool = True
@@ -72,13 +70,7 @@ def _compiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _shifted_sums(padded: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Forward and backward together take half as long as a grouped convolution.
-
-    Args:
-        padded: Input, with as many positions before it as the kernel is long. (batch, kernel size + pos, channel)
-        weight: (kernel size, channel)
-        bias: (channel,)
-    """
+    """The convolution of (batch, kernel size + pos, channel), with its backward pass in half the time of F.conv1d's."""
     size = len(weight)
     length = padded.shape[1] - size
     out = padded[:, 1 : length + 1] * weight[0]

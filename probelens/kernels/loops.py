@@ -1,4 +1,4 @@
-"""The loops of `probelens.kernels.compiled` as numba compiles them. Needs numba, which comes with ``probelens[fast]``."""
+"""The loops of `probelens.kernels.compiled` as numba compiles them; it comes with ``probelens[fast]``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 
 import numba
 import numpy as np
-
-__all__ = ["run_conv", "run_conv_gradients", "run_scan", "run_scan_gradients", "run_scan_keeping"]
 
 
 def _compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -9,31 +9,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["empty"]
-
 _SMALLEST = 1 << 24  # bytes: below, an allocator has it at hand
 
 
 def empty(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """An uninitialised tensor of the dtype and device of another.
+    """An uninitialised contiguous tensor of the dtype and device of another.
 
-    A large tensor comes from the system in pages of 4 kB, each cleared when it is first written to, which takes
-    longer than to compute a state that goes there. With pages of 2 MB, which Linux gives on request, it takes a
-    fifth.
-
-    Args:
-        like: Gives dtype and device.
-        shape: Shape.
-
-    Returns:
-        Contiguous memory; its huge pages are freed with the tensor.
-
-    Examples:
-        >>> empty(torch.zeros(1), (2, 3)).shape
-        torch.Size([2, 3])
+    Pages of 4 kB are cleared when they are first written to, which takes longer than to compute a state that goes
+    there. Pages of 2 MB, which Linux gives on request, take a fifth; they are freed with the tensor.
     """
-    count = math.prod(shape)
-    size = count * like.element_size()
+    size = (count := math.prod(shape)) * like.element_size()
     if like.device.type != "cpu" or size < _SMALLEST or not hasattr(mmap, "MADV_HUGEPAGE"):
         return like.new_empty(shape)
     try:

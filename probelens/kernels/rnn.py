@@ -6,7 +6,6 @@ fused, and step by step only where a state or gate may be edited.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from probelens.errors import InputError, ShapeError
-from probelens.kernels.rnn_layer import Run, State, Weights, one_step, step_names, suffixes, to_batch, to_pos
+from probelens.kernels.rnn_layer import Run, Weights, one_step, step_names, suffixes, swap
 from probelens.kernels.tap import KernelPoint, NullTap, Tap, offer
 
 __all__ = ["KernelPoint", "NullTap", "Tap", "cell_forward", "cell_points", "rnn_forward", "rnn_points"]
@@ -45,11 +44,8 @@ def cell_points(module: nn.Module) -> dict[str, KernelPoint]:
     Raises:
         InputError: Not an LSTMCell, GRUCell or RNNCell.
     """
-    mode = _mode(module)
-    points = {"hook_in": KernelPoint(("batch", "d_input"), "input of the step")}
-    for name in step_names(mode):
-        points[name] = KernelPoint(("batch", "d_hidden"), _NOTES[name[-1]])
-    return points
+    steps = {name: KernelPoint(("batch", "d_hidden"), _NOTES[name[-1]]) for name in step_names(_mode(module))}
+    return {"hook_in": KernelPoint(("batch", "d_input"), "input of the step"), **steps}
 
 
 def rnn_points(module: nn.Module) -> dict[str, KernelPoint]:
@@ -96,21 +92,20 @@ def rnn_forward(
 ) -> tuple[Any, Any]:
     """The forward of an ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN``, with a tap at every point of ``rnn_points``.
 
-    Where nobody listens the module's own forward runs. Where ``hook_in``, ``hook_out`` or reading only is
-    wanted, each layer is one call of the fused kernel, and gates and cell states are computed from its
-    output for all steps at once. A layer and direction runs step by step where a state or a gate may be
-    edited; if that is at some positions only, the fused kernel runs between them (not for packed input).
+    Where nobody listens the module's own forward runs. Where ``hook_in``, ``hook_out`` or reading only is wanted,
+    each layer is one call of the fused kernel, and gates and cell states are computed from its output for all steps
+    at once. A layer and direction runs step by step where a state or a gate may be edited; if that is at some
+    positions only, the fused kernel runs between them (not for packed input).
 
     Args:
         module: Any configuration: layers, directions, bias, batch_first, dropout, proj_size.
-        input: As the module takes it, batched, unbatched or packed. Taps get (batch, pos, ...) always;
-            packed input is padded for them in its original order, with zeros, and edits of padding are
-            dropped.
+        input: As the module takes it, batched, unbatched or packed. Taps get (batch, pos, ...) always; packed input
+            is padded for them in its original order, with zeros, and edits of padding are dropped.
         hx: Initial state as the module takes it; zero if None.
         tap: Listens and edits; None for nobody.
         offset: Position of the first step in the whole sequence, for taps.
-        start: A layer to begin at and its input (batch, pos, d_input). Layers before it don't run,
-            only the layout of ``input`` is used, and their final states stay what they were.
+        start: A layer to begin at and its input (batch, pos, d_input). Layers before it don't run, only the layout
+            of ``input`` is used, and their final states stay what they were.
 
     Returns:
         What the module returns: output, and h_n or (h_n, c_n).
@@ -127,10 +122,9 @@ def rnn_forward(
         True
     """
     tap = tap if tap is not None else NullTap()
-    native = _native(module)
     wanted = {name for name in rnn_points(module) if tap.wants(name)}
     if not wanted and start is None:
-        return native(module, input, hx)
+        return _kind(module).forward(module, input, hx)  # not the instance's, which may be the one that called us
     m: Any = module
     run, x, state = _unpack(m, tap, wanted, input, hx, offset)
     finals: list[list[Tensor]] = [[] for _ in state]
@@ -141,14 +135,14 @@ def rnn_forward(
                 collected.extend(given[layer * ways : (layer + 1) * ways])
             continue
         if start is not None and layer == start[0]:
-            x = to_pos(start[1])
-        x = to_pos(offer(tap, f"{layer}.hook_in", to_batch(x)))
+            x = swap(start[1])
+        x = swap(offer(tap, f"{layer}.hook_in", swap(x)))
         first = [tuple(s[layer * ways + way] for s in state) for way in range(ways)]
         out, last = run.layer(layer, x, first)
         for way_last in last:
             for collected, tensor in zip(finals, way_last):
                 collected.append(tensor)
-        x = to_pos(offer(tap, f"{layer}.hook_out", to_batch(out)))
+        x = swap(offer(tap, f"{layer}.hook_out", swap(out)))
         if m.dropout and layer < m.num_layers - 1:
             x = F.dropout(x, m.dropout, m.training)
     return run.pack(x), run.final([torch.stack(tensors) for tensors in finals])
@@ -186,22 +180,20 @@ def cell_forward(
         True
     """
     tap = tap if tap is not None else NullTap()
-    native = _native(module)
-    points = cell_points(module)
-    if not any(tap.wants(name) for name in points):
-        return native(module, input, hx)
+    if not any(tap.wants(name) for name in cell_points(module)):
+        return _kind(module).forward(module, input, hx)
     m: Any = module
     if input.ndim not in (1, 2):
         raise ShapeError(f"a cell takes (batch, d_input) or (d_input,), got {tuple(input.shape)}")
     unbatched = input.ndim == 1
     x = input[None] if unbatched else input
     mode = _mode(m)
-    state = _state_tuple(hx, mode, lambda: x.new_zeros(x.shape[0], m.hidden_size))
-    state = tuple(s[None] if unbatched and s.ndim == 1 else s for s in state)
-    heard: Tap = tap
+    zeros = (x.new_zeros(x.shape[0], m.hidden_size),) * (2 if mode == "LSTM" else 1)
+    given = zeros if hx is None else hx if mode == "LSTM" else (hx,)
+    state = tuple(s[None] if unbatched and s.ndim == 1 else s for s in given)
 
     def fire(name: str, tensor: Tensor) -> Tensor:
-        return heard(name, tensor.clone() if heard.edits(name) else tensor, pos, length)
+        return tap(name, tensor.clone() if tap.edits(name) else tensor, pos, length)
 
     weights = Weights(m.weight_ih, m.weight_hh, m.bias_ih, m.bias_hh, None)
     new = one_step(mode, weights.of_input(fire("hook_in", x)), state, weights, fire)
@@ -212,59 +204,39 @@ def cell_forward(
 def _unpack(
     m: Any, tap: Tap, wanted: set[str], input: Tensor | PackedSequence, hx: Any, offset: int
 ) -> tuple[Run, Tensor, list[Tensor]]:
-    packed = input if isinstance(input, PackedSequence) else None
-    lengths = None
-    batched = True
-    if packed is not None:
+    packed, lengths, batched = None, None, True
+    if isinstance(input, PackedSequence):
+        packed = input
         x, lengths = pad_packed_sequence(packed)
     else:
-        assert isinstance(input, Tensor)
         if input.ndim not in (2, 3):
             raise ShapeError(f"{type(m).__name__} takes 2 or 3 axes, got {tuple(input.shape)}")
         batched = input.ndim == 3
-        x = input[:, None] if not batched else to_pos(input) if m.batch_first else input
+        x = input[:, None] if not batched else swap(input) if m.batch_first else input
     rows = m.num_layers * len(suffixes(m))
     width = m.proj_size or m.hidden_size
     widths = [width, m.hidden_size] if m.mode == "LSTM" else [width]
-    zeros = [x.new_zeros(rows, x.shape[1], n) for n in widths]
-    state = list(zeros) if hx is None else list(_state_tuple(hx, m.mode, lambda: zeros[0]))
-    state = [s[:, None] if not batched and s.ndim == 2 else s for s in state]
-    for given, zero, name in zip(state, zeros, ("h_0", "c_0")):
-        if given.shape != zero.shape:
-            raise ShapeError(f"{name} has shape {tuple(given.shape)}, this input needs {tuple(zero.shape)}")
+    zeros = tuple(x.new_zeros(rows, x.shape[1], n) for n in widths)
+    given = zeros if hx is None else hx if m.mode == "LSTM" else (hx,)
+    state = [s[:, None] if not batched and s.ndim == 2 else s for s in given]
+    for s, zero, name in zip(state, zeros, ("h_0", "c_0")):
+        if s.shape != zero.shape:
+            raise ShapeError(f"{name} has shape {tuple(s.shape)}, this input needs {tuple(zero.shape)}")
     if x.shape[-1] != m.input_size:
         raise ShapeError(f"input has width {x.shape[-1]}, {type(m).__name__} takes {m.input_size}")
     return Run(m, tap, wanted, x.shape[0], offset, lengths, packed, batched), x, state
 
 
-def _state_tuple(hx: Any, mode: str, zero: Callable[[], Tensor]) -> State:
-    if hx is None:
-        return (zero(), zero()) if mode == "LSTM" else (zero(),)
-    return tuple(hx) if mode == "LSTM" else (hx,)
+def _mode(module: Any) -> str:
+    kind = _kind(module).__name__
+    return f"RNN_{module.nonlinearity.upper()}" if kind.startswith("RNN") else kind.removesuffix("Cell")
 
 
-def _mode(module: nn.Module) -> str:
-    if isinstance(module, nn.RNNBase):
-        return str(module.mode)
-    if isinstance(module, nn.LSTMCell):
-        return "LSTM"
-    if isinstance(module, nn.GRUCell):
-        return "GRU"
-    if isinstance(module, nn.RNNCell):
-        return f"RNN_{module.nonlinearity.upper()}"
-    raise _refusal(module)
-
-
-def _refusal(module: nn.Module) -> InputError:
-    return InputError(
+def _kind(module: nn.Module) -> Any:
+    for kind in (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell):
+        if isinstance(module, kind):
+            return kind
+    raise InputError(
         f"{type(module).__name__} isn't a recurrent module of torch. "
         "Allowed: nn.LSTM, nn.GRU, nn.RNN; nn.LSTMCell, nn.GRUCell, nn.RNNCell."
     )
-
-
-def _native(module: nn.Module) -> Callable[..., Any]:
-    # The class's forward: the instance's may be the one that called us.
-    for kind in (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell):
-        if isinstance(module, kind):
-            return kind.forward
-    raise _refusal(module)

@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,16 +29,12 @@ def suffixes(module: Any) -> tuple[str, ...]:
     return ("", "_reverse") if module.bidirectional else ("",)
 
 
-def to_batch(x: Tensor) -> Tensor:
+def swap(x: Tensor) -> Tensor:
+    """(batch, pos, ...) -> (pos, batch, ...), and back."""
     return x.transpose(0, 1)
 
 
-def to_pos(x: Tensor) -> Tensor:
-    return x.transpose(0, 1)
-
-
-@dataclass(frozen=True)
-class Weights:
+class Weights(NamedTuple):
     ih: Tensor
     hh: Tensor
     bias_ih: Tensor | None
@@ -47,9 +43,6 @@ class Weights:
 
     def of_input(self, x: Tensor) -> Tensor:
         return F.linear(x, self.ih, self.bias_ih)
-
-    def flat(self) -> list[Tensor]:
-        return [w for w in (self.ih, self.hh, self.bias_ih, self.bias_hh, self.hr) if w is not None]
 
 
 def gates_of(mode: str, from_input: Tensor, h: Tensor, w: Weights, fire: Fire) -> tuple[Tensor, ...]:
@@ -99,7 +92,7 @@ class Run:
     def layer(self, layer: int, x: Tensor, first: list[State]) -> tuple[Tensor, list[State]]:
         """All directions of one layer: output (pos, batch, directions * hidden) and last states."""
         ways = [self._weights(layer, way) for way in range(len(first))]
-        edited = [self._edited(layer, way) for way in range(len(first))]
+        edited = [[n for n in self._listening(layer, way) if self.tap.edits(n)] for way in range(len(first))]
         if not any(edited):
             out, last = self._fused(x, first, ways)
             outs = list(out.chunk(len(first), dim=-1))
@@ -136,7 +129,7 @@ class Run:
         out = out.flip(0) if backwards else out
         name = self._name(layer, "hook_h", way)
         if name in self.wanted and name not in edited:
-            self.tap(name, to_batch(out), None, self.offset + self.length)
+            self.tap(name, swap(out), None, self.offset + self.length)
         return out, state
 
     def _between(
@@ -176,7 +169,7 @@ class Run:
                 outs.append(torch.where(row, new[0], torch.zeros_like(new[0])))
         for name, tensors in read.items():
             whole = torch.stack(tensors)
-            self.tap(name, to_batch(whole.flip(0) if backwards else whole), None, self.offset + self.length)
+            self.tap(name, swap(whole.flip(0) if backwards else whole), None, self.offset + self.length)
         return torch.stack(outs), state
 
     def _fire(
@@ -208,7 +201,7 @@ class Run:
         length = self.offset + self.length
         h_name = self._name(layer, "hook_h", way)
         if h_name in names:
-            self.tap(h_name, to_batch(out), None, length)
+            self.tap(h_name, swap(out), None, length)
         if names == [h_name]:
             return
         backwards = way == 1
@@ -223,7 +216,7 @@ class Run:
             name = self._name(layer, point, way)
             if name in names:
                 shown = tensor if real is None else torch.where(real, tensor, torch.zeros_like(tensor))
-                self.tap(name, to_batch(shown.flip(0) if backwards else shown), None, length)
+                self.tap(name, swap(shown.flip(0) if backwards else shown), None, length)
             return tensor
 
         gates = gates_of(self._mode, w.of_input(x), h, w, show)
@@ -238,7 +231,7 @@ class Run:
 
     def _fused(self, x: Tensor, first: list[State], ways: list[Weights]) -> tuple[Tensor, list[State]]:
         """Torch's own kernel on some steps of one layer, in one or both directions."""
-        flat = [tensor for w in ways for tensor in w.flat()]
+        flat = [tensor for w in ways for tensor in w if tensor is not None]
         state = [torch.stack(tensors) for tensors in zip(*first)]
         kernel = getattr(torch._VF, self._mode.lower())
         options = (self.module.bias, 1, 0.0, self.module.training, len(ways) == 2)
@@ -265,17 +258,14 @@ class Run:
         return tuple(state) if self._mode == "LSTM" else state[0]
 
     def _weights(self, layer: int, way: int) -> Weights:
-        tensors = list(self.module.all_weights[layer * len(suffixes(self.module)) + way])
-        hr = tensors.pop() if self.module.proj_size else None
-        bias_ih, bias_hh = tensors[2:] if self.module.bias else (None, None)
-        return Weights(tensors[0], tensors[1], bias_ih, bias_hh, hr)
+        ih, hh, *rest = self.module.all_weights[layer * len(suffixes(self.module)) + way]
+        hr = rest.pop() if self.module.proj_size else None
+        bias_ih, bias_hh = rest or (None, None)
+        return Weights(ih, hh, bias_ih, bias_hh, hr)
 
     def _listening(self, layer: int, way: int) -> list[str]:
         names = (self._name(layer, point, way) for point in step_names(self._mode))
         return [name for name in names if name in self.wanted]
-
-    def _edited(self, layer: int, way: int) -> list[str]:
-        return [name for name in self._listening(layer, way) if self.tap.edits(name)]
 
     def _name(self, layer: int, point: str, way: int) -> str:
         return f"{layer}.{point}{suffixes(self.module)[way]}"
@@ -297,7 +287,7 @@ class Run:
         if self.packed is None:
             if not self.batched:
                 return x[:, 0]
-            return to_batch(x) if self.module.batch_first else x
+            return swap(x) if self.module.batch_first else x
         assert self.lengths is not None
         order = self.packed.sorted_indices
         x = x if order is None else x.index_select(1, order)

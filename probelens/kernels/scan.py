@@ -5,14 +5,14 @@ The recurrence, for every channel and every state dimension, is
     state[t] = exp(dt[t] * A) * state[t-1] + dt[t] * x[t] * B[t]
     y[t]     = sum over state dimensions of C[t] * state[t],  + D * x[t]
 
-Inside this file a step's state is (batch, state, channel): the innermost axis is then the long one,
-which is two to five times faster on a CPU than the (batch, channel, state) that callers see.
+Inside this file a step's state is (batch, state, channel): the innermost axis is then the long one, which is two to
+five times faster on a CPU than the (batch, channel, state) that callers see.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,12 +23,10 @@ from probelens.kernels import compiled as _compiled
 from probelens.kernels import pages as _pages
 from probelens.kernels.tap import run_between
 
-__all__ = ["ScanOutput", "fused_kernel", "scan_stopping", "selective_scan"]
-
 StateFn = Callable[[int, Tensor], Tensor]
 
-# Elements of one buffer of the fused scan. On a CPU the buffers of a block should stay in the
-# second-level cache; elsewhere few large operations are better than many small ones.
+# Elements of one buffer of the fused scan. On a CPU the buffers of a block should stay in the second-level cache;
+# elsewhere few large operations are better than many small ones.
 _CPU_ELEMENTS = 1 << 18
 _GPU_ELEMENTS = 1 << 25
 
@@ -36,9 +34,9 @@ _GPU_ELEMENTS = 1 << 25
 class ScanOutput(NamedTuple):
     """What a scan gives.
 
-    ``y`` is the output (batch, pos, d_inner) and ``state`` the last state (batch, d_inner, d_state).
-    ``states`` has the state after every step (batch, pos, d_inner, d_state), or is None if not asked for.
-    For Mamba-2, (heads, d_head) stands where d_inner stands here.
+    ``y`` is the output (batch, pos, d_inner) and ``state`` the last state (batch, d_inner, d_state). ``states`` has the
+    state after every step (batch, pos, d_inner, d_state), or is None if not asked for. For Mamba-2 read (heads, d_head)
+    in place of d_inner.
     """
 
     y: Tensor
@@ -60,12 +58,11 @@ def selective_scan(
 ) -> ScanOutput:
     """Mamba's recurrence over a whole sequence.
 
-    The fused method never holds more than about sqrt(pos) states, in forward and in backward: backward
-    starts from saved states and recomputes the ones between (a backward with ``create_graph`` holds all).
-    Where numba is installed, large inputs on a CPU go through compiled loops (`fused_kernel`), which take half the
-    time, with the gradient less than a third.
-    The method "steps" is the same recurrence in plain autograd operations, one step after the other, for
-    functorch transforms; it holds every state.
+    The fused method never holds more than about sqrt(pos) states, in forward and in backward: backward starts from
+    saved states and recomputes the ones between (a backward with ``create_graph`` holds all). Where numba is
+    installed, large inputs on a CPU go through compiled loops (`fused_kernel`), which take half the time, with the
+    gradient less than a third. The method "steps" is the same recurrence in plain autograd operations, one step after
+    the other, for functorch transforms; it holds every state.
 
     Args:
         x: What is written, per channel. (batch, pos, d_inner)
@@ -75,13 +72,13 @@ def selective_scan(
         C: What each position reads. (batch, pos, d_state)
         D: Weight of the skip connection from ``x`` to ``y``. (d_inner,)
         initial_state: State before the first step; zero if None. (batch, d_inner, d_state)
-        read_states: Also give the state after every step. It takes batch * pos * d_inner * d_state
-            numbers, and nothing else of that size is made.
+        read_states: Also give the state after every step, batch * pos * d_inner * d_state numbers; nothing else of
+            that size is made.
         method: "fused" or "steps".
 
     Returns:
-        ``y`` (batch, pos, d_inner), the last state (batch, d_inner, d_state) and, if asked for, all
-        states (batch, pos, d_inner, d_state); in float32, or float64 for float64 inputs.
+        ``y`` (batch, pos, d_inner), the last state (batch, d_inner, d_state) and, if asked for, all states
+        (batch, pos, d_inner, d_state); in float32, or float64 for float64 inputs.
 
     Raises:
         ShapeError: Shapes that don't fit together.
@@ -103,12 +100,11 @@ def selective_scan(
         raise InputError(f"unknown scan method {method!r}. Allowed: 'fused', 'steps'.")
     _check_shapes(x, dt, A, B, C, D, initial_state)
     if method == "steps":
-        return _scan_by_steps(x, dt, A, B, C, D, initial_state, read_states=read_states)
+        return scan_stopping(x, dt, A, B, C, D, initial_state, read_states=read_states)
     dtype = compute_dtype(x)
-    device = x.device.type
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(x.device.type, enabled=False):
         x, dt, A, B, C = (v.to(dtype) for v in (x, dt, A, B, C))
-        state = _first_state(x, A, initial_state).transpose(1, 2)
+        state = first_state(x, B, initial_state).transpose(1, 2)
         y, last, states = _FusedScan.apply(dt * x, dt, A.T.contiguous(), B, C, state, read_states)
         if D is not None:
             y = torch.addcmul(y, x, D.to(dtype))
@@ -152,75 +148,57 @@ def scan_stopping(
     C: Tensor,
     D: Tensor | None,
     initial_state: Tensor | None,
-    on_state: StateFn,
+    on_state: StateFn | None = None,
     steps: Collection[int] | None = None,
     write: Tensor | None = None,
     *,
     read_states: bool = False,
 ) -> ScanOutput:
-    """A scan that hands the state to a function, and goes on with what comes back.
+    """The recurrence of `selective_scan` one step after the other, or fused between few edited steps.
 
-    Args:
-        x, dt, A, B, C, D, initial_state: As for ``selective_scan``.
-        on_state: Called as ``on_state(step, state)`` with the state after that step
-            (batch, d_inner, d_state). That step's ``y`` and every later step see what it returns.
-        steps: Steps at which to call it; None for every one. Between few steps the fused scan runs.
-        write: What each step adds to the state, in place of ``dt * x * B``. (batch, pos, d_inner, d_state)
-        read_states: Also give every step's state, as ``on_state`` returned it.
-
-    Returns:
-        As ``selective_scan``.
+    ``on_state(step, state)`` gets the state after each of ``steps`` (None: every one), (batch, d_inner, d_state); that
+    step's ``y``, every later step and ``read_states`` see what it returns. ``write`` takes the place of ``dt * x * B``.
     """
-    length = x.shape[1]
-    if steps is None or write is not None or read_states or 2 * len(steps) > length:
-        return _scan_by_steps(
-            x, dt, A, B, C, D, initial_state,
-            on_state=on_state, at=steps, write=write, read_states=read_states,
-        )  # fmt: skip
+    if on_state and steps is not None and write is None and not read_states and 2 * len(steps) <= x.shape[1]:
 
-    def run(piece: slice, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        out = selective_scan(x[:, piece], dt[:, piece], A, B[:, piece], C[:, piece], D, state)
-        return out.y, out.state
+        def run(piece: slice, state: Tensor | None) -> tuple[Tensor, Tensor]:
+            return selective_scan(x[:, piece], dt[:, piece], A, B[:, piece], C[:, piece], D, state)[:2]
 
-    def read(step: int, state: Tensor) -> Tensor:
-        return _read(state, C[:, step], x[:, step], D)
+        def read(step: int, state: Tensor) -> Tensor:
+            return _read(state, C[:, step], x[:, step], D)
 
-    return ScanOutput(*run_between(steps, length, initial_state, run, read, on_state))
-
-
-def _scan_by_steps(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    initial_state: Tensor | None,
-    *,
-    on_state: StateFn | None = None,
-    at: Collection[int] | None = None,
-    write: Tensor | None = None,
-    read_states: bool = False,
-) -> ScanOutput:
+        return ScanOutput(*run_between(steps, x.shape[1], initial_state, run, read, on_state))
     dtype = compute_dtype(x)
     with torch.autocast(x.device.type, enabled=False):
         x, dt, A, B, C = (v.to(dtype) for v in (x, dt, A, B, C))
-        state = _first_state(x, A, initial_state)
-        # unbind, not indexing: the gradient of an index is a tensor as large as what was indexed, at
-        # every step, which makes backward quadratic in length.
-        u_steps = (dt * x).unbind(1)
-        writes = None if write is None else write.to(dtype).unbind(1)
-        x_steps, dt_steps, B_steps, C_steps = x.unbind(1), dt.unbind(1), B.unbind(1), C.unbind(1)
-        ys, states = [], []
-        for step in range(len(x_steps)):
-            new = u_steps[step][..., None] * B_steps[step][:, None] if writes is None else writes[step]
-            state = torch.addcmul(new, torch.exp(dt_steps[step][..., None] * A), state)
-            if on_state is not None and (at is None or step in at):
-                state = on_state(step, state)
-            ys.append(_read(state, C_steps[step], x_steps[step], D))
-            if read_states:
-                states.append(state)
-        return ScanOutput(torch.stack(ys, dim=1), state, torch.stack(states, dim=1) if read_states else None)
+        # unbind, not indexing: the gradient of an index is a tensor as large as what was indexed, at every step, which
+        # makes backward quadratic in length.
+        u_steps, dt_steps, B_steps = (dt * x).unbind(1), dt.unbind(1), B.unbind(1)
+        made = (u[..., None] * b[:, None] for u, b in zip(u_steps, B_steps))
+        writes = made if write is None else write.to(dtype).unbind(1)
+        steps_of = zip(writes, (torch.exp(d[..., None] * A) for d in dt_steps), C.unbind(1), x.unbind(1))
+        return by_steps(first_state(x, B, initial_state), steps_of, _read, D, on_state, steps, read_states)
+
+
+def by_steps(
+    state: Tensor,
+    inputs: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]],
+    read: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    D: Tensor | None,
+    on_state: StateFn | None,
+    at: Collection[int] | None,
+    read_states: bool,
+) -> ScanOutput:
+    """The loop of both recurrences. Each step's inputs are what it writes, its decay, C and x."""
+    ys, states = [], []
+    for step, (write, decay, C, x) in enumerate(inputs):
+        state = torch.addcmul(write, decay, state)
+        if on_state is not None and (at is None or step in at):
+            state = on_state(step, state)
+        ys.append(read(state, C, x, D))
+        if read_states:
+            states.append(state)
+    return ScanOutput(torch.stack(ys, dim=1), state, torch.stack(states, dim=1) if read_states else None)
 
 
 def _read(state: Tensor, C: Tensor, x: Tensor, D: Tensor | None) -> Tensor:
@@ -233,9 +211,10 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _first_state(x: Tensor, A: Tensor, initial: Tensor | None) -> Tensor:
+def first_state(x: Tensor, B: Tensor, initial: Tensor | None) -> Tensor:
+    """The state before the first step. (batch, *what of x, d_state)"""
     if initial is None:
-        return x.new_zeros(x.shape[0], *A.shape)
+        return x.new_zeros(x.shape[0], *x.shape[2:], B.shape[-1])
     return initial.to(device=x.device, dtype=x.dtype)
 
 
@@ -250,19 +229,23 @@ def _check_shapes(
     d_state = A.shape[1]
     if length == 0:
         raise ShapeError("the sequence has no positions")
-    expected = {
-        "dt": (dt, (batch, length, channels)),
-        "A": (A, (channels, d_state)),
-        "B": (B, (batch, length, d_state)),
-        "C": (C, (batch, length, d_state)),
-        "D": (D, (channels,)),
-        "initial_state": (initial, (batch, channels, d_state)),
-    }
-    for name, (tensor, shape) in expected.items():
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ShapeError(
-                f"{name} has shape {tuple(tensor.shape)}, but x {tuple(x.shape)} and A {tuple(A.shape)} need {shape}"
-            )
+    check_each(
+        f"x {tuple(x.shape)} and A {tuple(A.shape)}",
+        dt=(dt, (batch, length, channels)),
+        A=(A, (channels, d_state)),
+        B=(B, (batch, length, d_state)),
+        C=(C, (batch, length, d_state)),
+        D=(D, (channels,)),
+        initial_state=(initial, (batch, channels, d_state)),
+    )
+
+
+def check_each(given: str, **expected: tuple[Tensor | None, *tuple[tuple[int, ...], ...]]) -> None:
+    """Raise a ShapeError for the first tensor that has none of its allowed shapes."""
+    for name, (tensor, *shapes) in expected.items():
+        if tensor is not None and tuple(tensor.shape) not in shapes:
+            allowed = " or ".join(map(str, shapes))
+            raise ShapeError(f"{name} has shape {tuple(tensor.shape)}, but {given} need {allowed}")
 
 
 def _plan(batch: int, length: int, per_example: int, device: str) -> tuple[int, int, int]:
@@ -275,11 +258,7 @@ def _plan(batch: int, length: int, per_example: int, device: str) -> tuple[int, 
 
 
 class _FusedScan(torch.autograd.Function):
-    """The recurrence in this file's layout.
-
-    u, dt are (batch, pos, channel), A (state, channel), B, C (batch, pos, state), the first state
-    (batch, state, channel).
-    """
+    """u, dt are (batch, pos, channel), A (state, channel), B, C (batch, pos, state), states (batch, state, channel)."""
 
     @staticmethod
     def forward(

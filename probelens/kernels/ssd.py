@@ -16,10 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from probelens.errors import InputError, ShapeError
-from probelens.kernels.scan import ScanOutput, compute_dtype
+from probelens.kernels.scan import ScanOutput, by_steps, check_each, compute_dtype, first_state
 from probelens.kernels.tap import run_between
-
-__all__ = ["ssd_scan", "ssd_stopping"]
 
 # Positions per chunk: the work inside a chunk grows with its square, the Python loop is over chunks.
 _CHUNK = 64
@@ -40,8 +38,8 @@ def ssd_scan(
 ) -> ScanOutput:
     """Mamba-2's recurrence over a whole sequence.
 
-    Inside a chunk of 64 positions the recurrence is a masked matrix product, like attention without a
-    softmax; one state per chunk is kept. Memory grows linearly with the number of positions.
+    Inside a chunk of 64 positions the recurrence is a masked matrix product, like attention without a softmax; one
+    state per chunk is kept. Memory grows linearly with the number of positions.
 
     Args:
         x: What is written, per head. (batch, pos, heads, d_head)
@@ -57,8 +55,8 @@ def ssd_scan(
         method: "chunks", or "steps" for one step after the other.
 
     Returns:
-        ``y`` (batch, pos, heads, d_head), the last state (batch, heads, d_head, d_state) and, if asked
-        for, all states (batch, pos, heads, d_head, d_state); in float32, or float64 for float64 inputs.
+        ``y`` (batch, pos, heads, d_head), the last state (batch, heads, d_head, d_state) and, if asked for, all states
+        (batch, pos, heads, d_head, d_state); in float32, or float64 for float64 inputs.
 
     Raises:
         ShapeError: Shapes that don't fit together.
@@ -78,11 +76,11 @@ def ssd_scan(
         raise InputError(f"unknown SSD method {method!r}. Allowed: 'chunks', 'steps'.")
     _check_shapes(x, dt, A, B, C, D, initial_state)
     if method == "steps":
-        return _ssd_by_steps(x, dt, A, B, C, D, initial_state, read_states=read_states)
+        return ssd_stopping(x, dt, A, B, C, D, initial_state, read_states=read_states)
     with torch.autocast(x.device.type, enabled=False):
         dtype = compute_dtype(x)
         x, dt, A, B, C = (v.to(dtype) for v in (x, dt, A, B, C))
-        first = None if initial_state is None else _first_state(x, B, initial_state)
+        first = None if initial_state is None else first_state(x, B, initial_state)
         y, last = _chunks(x, dt, A, B, C, first, need_state)
         if D is not None:
             y = y + x * _per_head(D, dtype)
@@ -98,28 +96,32 @@ def ssd_stopping(
     C: Tensor,
     D: Tensor | None,
     initial_state: Tensor | None,
-    on_state: Callable[[int, Tensor], Tensor],
+    on_state: Callable[[int, Tensor], Tensor] | None = None,
     steps: Collection[int] | None = None,
     write: Tensor | None = None,
     *,
     read_states: bool = False,
 ) -> ScanOutput:
     """As ``scan_stopping``, for the states of ``ssd_scan``."""
-    length = x.shape[1]
-    if steps is None or write is not None or read_states or 2 * len(steps) > length:
-        return _ssd_by_steps(
-            x, dt, A, B, C, D, initial_state,
-            on_state=on_state, at=steps, write=write, read_states=read_states,
-        )  # fmt: skip
+    heads = x.shape[2]
+    if on_state and steps is not None and write is None and not read_states and 2 * len(steps) <= x.shape[1]:
 
-    def run(piece: slice, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        out = ssd_scan(x[:, piece], dt[:, piece], A, B[:, piece], C[:, piece], D, state)
-        return out.y, out.state
+        def run(piece: slice, state: Tensor | None) -> tuple[Tensor, Tensor]:
+            return ssd_scan(x[:, piece], dt[:, piece], A, B[:, piece], C[:, piece], D, state)[:2]
 
-    def read(step: int, state: Tensor) -> Tensor:
-        return _read(state, _to_heads(C[:, step], x.shape[2]), x[:, step], D)
+        def read(step: int, state: Tensor) -> Tensor:
+            return _read(state, _to_heads(C[:, step], heads), x[:, step], D)
 
-    return ScanOutput(*run_between(steps, length, initial_state, run, read, on_state))
+        return ScanOutput(*run_between(steps, x.shape[1], initial_state, run, read, on_state))
+    dtype = compute_dtype(x)
+    with torch.autocast(x.device.type, enabled=False):
+        x, dt, A, B, C = (v.to(dtype) for v in (x, dt, A, B, C))
+        u_steps = (dt[..., None] * x)[..., None].unbind(1)
+        B_steps, C_steps = (_to_heads(v, heads).unbind(1) for v in (B, C))
+        made = (u * b[:, :, None] for u, b in zip(u_steps, B_steps))
+        writes = made if write is None else write.to(dtype).unbind(1)
+        steps_of = zip(writes, torch.exp(dt * A)[..., None, None].unbind(1), C_steps, x.unbind(1))
+        return by_steps(first_state(x, B, initial_state), steps_of, _read, D, on_state, steps, read_states)
 
 
 def _chunks(
@@ -146,7 +148,7 @@ def _chunks(
     ends = total.shape[1] - (not need_state)
     to_end = (total[:, :ends, ..., -1:] - total[:, :ends]).to(x.dtype).exp()
     written = (u[:, :ends] * to_end[..., None]).transpose(-1, -2) @ B[:, :ends]
-    begin = _first_state(x, B, None) if first is None else first
+    begin = first_state(x, B, None) if first is None else first
     states = [rearrange(begin, "b (g h) d state -> b g h d state", g=groups)]
     for chunk_decay, chunk_written in zip(since_start[..., -1].unbind(1), written.unbind(1)):
         states.append(torch.addcmul(chunk_written, chunk_decay[..., None, None], states[-1]))
@@ -162,11 +164,11 @@ def _chunks(
 def _all_states(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, initial_state: Tensor | None) -> Tensor:
     tensors = [x, dt, A, B] + ([] if initial_state is None else [initial_state])
     if torch.is_grad_enabled() and any(v.requires_grad for v in tensors):
-        states = _ssd_by_steps(x, dt, A, B, C, None, initial_state, read_states=True).states
+        states = ssd_stopping(x, dt, A, B, C, None, initial_state, read_states=True).states
         assert states is not None
         return states
     heads = x.shape[2]
-    state = _first_state(x, B, initial_state)
+    state = first_state(x, B, initial_state)
     # One buffer and writes into it: stacking would hold the trajectory twice.
     states = x.new_empty(x.shape[1], *state.shape)
     u, decay, B = (dt[..., None] * x)[..., None], torch.exp(dt * A)[..., None, None], _to_heads(B, heads)
@@ -174,32 +176,6 @@ def _all_states(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, initial_
         torch.mul(u[:, step], B[:, step, :, None], out=out)
         state = out.addcmul_(decay[:, step], state)
     return states.transpose(0, 1)
-
-
-def _ssd_by_steps(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, initial_state: Tensor | None,
-    *, on_state: Callable[[int, Tensor], Tensor] | None = None, at: Collection[int] | None = None,
-    write: Tensor | None = None, read_states: bool = False,
-) -> ScanOutput:  # fmt: skip
-    heads = x.shape[2]
-    with torch.autocast(x.device.type, enabled=False):
-        dtype = compute_dtype(x)
-        x, dt, A, B, C = (v.to(dtype) for v in (x, dt, A, B, C))
-        state = _first_state(x, B, initial_state)
-        u_steps = (dt[..., None] * x)[..., None].unbind(1)
-        B_steps, C_steps = (_to_heads(v, heads).unbind(1) for v in (B, C))
-        writes = None if write is None else write.to(dtype).unbind(1)
-        decays, x_steps = torch.exp(dt * A)[..., None, None].unbind(1), x.unbind(1)
-        ys, states = [], []
-        for step in range(len(x_steps)):
-            new = u_steps[step] * B_steps[step][:, :, None] if writes is None else writes[step]
-            state = torch.addcmul(new, decays[step], state)
-            if on_state is not None and (at is None or step in at):
-                state = on_state(step, state)
-            ys.append(_read(state, C_steps[step], x_steps[step], D))
-            if read_states:
-                states.append(state)
-        return ScanOutput(torch.stack(ys, dim=1), state, torch.stack(states, dim=1) if read_states else None)
 
 
 def _read(state: Tensor, C: Tensor, x: Tensor, D: Tensor | None) -> Tensor:
@@ -213,12 +189,6 @@ def _to_heads(v: Tensor, heads: int) -> Tensor:
 
 def _per_head(D: Tensor, dtype: torch.dtype) -> Tensor:
     return (D[:, None] if D.ndim == 1 else D).to(dtype)
-
-
-def _first_state(x: Tensor, B: Tensor, initial: Tensor | None) -> Tensor:
-    if initial is None:
-        return x.new_zeros(x.shape[0], *x.shape[2:], B.shape[-1])
-    return initial.to(device=x.device, dtype=x.dtype)
 
 
 def _check_shapes(
@@ -235,17 +205,12 @@ def _check_shapes(
         raise ShapeError("the sequence has no positions")
     if groups == 0 or heads % groups:
         raise ShapeError(f"{heads} heads can't be shared out among {groups} groups")
-    expected: dict[str, tuple[Tensor | None, list[tuple[int, ...]]]] = {
-        "dt": (dt, [(batch, length, heads)]),
-        "A": (A, [(heads,)]),
-        "B": (B, [(batch, length, groups, d_state)]),
-        "C": (C, [(batch, length, groups, d_state)]),
-        "D": (D, [(heads,), (heads, d_head)]),
-        "initial_state": (initial, [(batch, heads, d_head, d_state)]),
-    }
-    for name, (tensor, shapes) in expected.items():
-        if tensor is not None and tuple(tensor.shape) not in shapes:
-            allowed = " or ".join(map(str, shapes))
-            raise ShapeError(
-                f"{name} has shape {tuple(tensor.shape)}, but x {tuple(x.shape)} and B {tuple(B.shape)} need {allowed}"
-            )
+    check_each(
+        f"x {tuple(x.shape)} and B {tuple(B.shape)}",
+        dt=(dt, (batch, length, heads)),
+        A=(A, (heads,)),
+        B=(B, (batch, length, groups, d_state)),
+        C=(C, (batch, length, groups, d_state)),
+        D=(D, (heads,), (heads, d_head)),
+        initial_state=(initial, (batch, heads, d_head, d_state)),
+    )

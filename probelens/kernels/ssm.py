@@ -92,8 +92,8 @@ MAMBA2_POINTS: dict[str, KernelPoint] = {
 class MambaState(NamedTuple):
     """What a mixer carries from one call to the next, in the layout of transformers' cache.
 
-    ``conv``: the last inputs of the convolution (batch, d_conv, kernel size). ``ssm``: the state
-    (batch, d_inner, d_state), for Mamba-2 (batch, heads, d_head, d_state).
+    ``conv``: the last inputs of the convolution (batch, d_conv, kernel size). ``ssm``: the state (batch, d_inner,
+    d_state), for Mamba-2 (batch, heads, d_head, d_state).
     """
 
     conv: Tensor
@@ -112,8 +112,7 @@ def is_mamba2(module: nn.Module) -> bool:
     Raises:
         InputError: The module has no ``A_log``, so it is no Mamba mixer at all.
     """
-    A_log = getattr(module, "A_log", None)
-    if not isinstance(A_log, Tensor):
+    if not isinstance(A_log := getattr(module, "A_log", None), Tensor):
         raise InputError(
             f"{type(module).__name__} has no parameter A_log, so it isn't a Mamba mixer. "
             "Needed: in_proj, conv1d, A_log, D, out_proj, and x_proj with dt_proj or dt_bias."
@@ -238,8 +237,8 @@ def mamba2_mixer(
     x = _masked(_activation(m)(offer(tap, "hook_conv", x)), attention_mask)
     x, B, C = torch.split(x, [d_inner, groups * d_state, groups * d_state], dim=-1)
     dt = F.softplus(dt + m.dt_bias.to(dt.dtype))
-    low, high = _dt_limit(m)
-    if low > 0 or high < float("inf"):
+    low, high = map(float, getattr(m, "time_step_limit", None) or getattr(m, "dt_limit", None) or (0.0, torch.inf))
+    if low > 0 or high < torch.inf:
         dt = dt.clamp(low, high)
     x, dt = offer(tap, "hook_ssm_x", x.unflatten(-1, (heads, -1))), offer(tap, "hook_ssm_dt", dt)
     B = offer(tap, "hook_ssm_B", B.unflatten(-1, (groups, -1)))
@@ -287,9 +286,7 @@ def _tapped_scan(
     tap: Tap, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor | None,
     offset: int, need_state: bool,
 ) -> ScanOutput:  # fmt: skip
-    length = x.shape[1]
-    ssd = A.ndim == 1
-    write = None
+    length, ssd, write = x.shape[1], A.ndim == 1, None
     if tap.wants("hook_ssm_write"):
         dtype = compute_dtype(x)
         u = (dt[..., None] if ssd else dt).to(dtype) * x.to(dtype)
@@ -299,8 +296,8 @@ def _tapped_scan(
         write = offer(tap, "hook_ssm_write", u[..., None] * to)
         if not tap.edits("hook_ssm_write"):
             write = None
-    reads = tap.wants("hook_ssm_state") and not tap.edits("hook_ssm_state")
-    edits = tap.wants("hook_ssm_state") and not reads
+    edits = tap.wants("hook_ssm_state") and tap.edits("hook_ssm_state")
+    reads = tap.wants("hook_ssm_state") and not edits
     if not edits and write is None:
         if ssd:
             out = ssd_scan(x, dt, A, B, C, D, state, read_states=reads, need_state=need_state)
@@ -329,8 +326,7 @@ def _gated_norm(norm: Any, y: Tensor, gate: Tensor) -> Tensor:
     grouped = y.unflatten(-1, (-1, size))
     y = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)).flatten(-2)
     y = norm.weight * y
-    bias = getattr(norm, "bias", None)
-    if bias is not None:
+    if (bias := getattr(norm, "bias", None)) is not None:
         y = y + bias
     return y * gate if after else y
 
@@ -350,11 +346,6 @@ def _norms(m: Any, dt: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Te
 def _activation(m: Any) -> Any:
     act = getattr(m, "act", None)
     return act if callable(act) else F.silu
-
-
-def _dt_limit(m: Any) -> tuple[float, float]:
-    low, high = getattr(m, "time_step_limit", None) or getattr(m, "dt_limit", None) or (0.0, float("inf"))
-    return float(low), float(high)
 
 
 def _size(m: Any, *names: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,8 +11,6 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError
-
-__all__ = ["KernelPoint", "NullTap", "Tap", "offer", "offer_last_use", "run_between", "segments", "steps_to_offer"]
 
 
 @dataclass(frozen=True)
@@ -32,9 +31,8 @@ class KernelPoint:
 class Tap(Protocol):
     """Called by a kernel at each of its points; what it returns is used from there on.
 
-    A state point is offered one step at a time, with ``pos`` set, when somebody may edit it, and as
-    the whole trajectory (batch, pos, ...) in one call, with ``pos`` None, when all that listen only
-    read.
+    A state point is offered one step at a time, with ``pos`` set, when somebody may edit it, and as the whole
+    trajectory (batch, pos, ...) in one call, with ``pos`` None, when all that listen only read.
     """
 
     def __call__(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
@@ -77,7 +75,7 @@ class Tap(Protocol):
         ...
 
 
-class NullTap:
+class NullTap(Tap):
     """A tap that listens nowhere, so that the kernels take their fastest way.
 
     Examples:
@@ -89,37 +87,12 @@ class NullTap:
         return tensor
 
     def wants(self, name: str) -> bool:
-        """Nobody listens.
-
-        Args:
-            name: Point.
-
-        Returns:
-            False.
-        """
         return False
 
     def edits(self, name: str) -> bool:
-        """Nobody edits.
-
-        Args:
-            name: Point.
-
-        Returns:
-            False.
-        """
         return False
 
     def positions(self, name: str, length: int | None = None) -> list[int] | None:
-        """No step needs to be offered.
-
-        Args:
-            name: State point.
-            length: How many steps there are.
-
-        Returns:
-            An empty list.
-        """
         return []
 
 
@@ -145,35 +118,21 @@ def segments(positions: Iterable[int], length: int) -> list[tuple[int, int, bool
         >>> segments([], 8)
         [(0, 8, False)]
     """
-    wanted = set()
-    for pos in positions:
+    for pos in (positions := list(positions)):
         if not -length <= pos < length:
             raise InputError(
                 f"position {pos} asked for, but the sequence has {length} positions: "
                 f"allowed are {-length} to {length - 1}"
             )
-        wanted.add(pos % length)
-    pieces = []
-    start = 0
-    for pos in sorted(wanted):
-        pieces.append((start, pos + 1, True))
-        start = pos + 1
-    if start < length or not pieces:
-        pieces.append((start, length, False))
-    return pieces
+    starts = [0, *sorted({pos % length + 1 for pos in positions})]
+    pieces = [(start, stop, True) for start, stop in itertools.pairwise(starts)]
+    return pieces if pieces and starts[-1] == length else [*pieces, (starts[-1], length, False)]
 
 
 def steps_to_offer(tap: Tap, names: Iterable[str], length: int, offset: int = 0) -> list[int] | None:
-    """Local steps at which a kernel has to stop for at least one of several state points.
+    """Steps of this call, sorted, at which a kernel has to stop for one or more state points; None for every one.
 
-    Args:
-        tap: Who listens.
-        names: State points that are computed in one loop.
-        length: Steps of this call.
-        offset: Position of the first of them in the whole sequence.
-
-    Returns:
-        Steps 0 to ``length - 1``, sorted; None for every one of them.
+    ``offset`` is the position of the first of ``length`` steps in the whole sequence.
     """
     steps: set[int] = set()
     for name in names:
@@ -193,7 +152,7 @@ def offer(tap: Tap, name: str, tensor: Tensor) -> Tensor:
 
 
 def offer_last_use(tap: Tap, name: str, trajectory: Tensor, length: int) -> None:
-    """Offer a whole trajectory that the kernel doesn't use again: a tap with ``offer_last_use`` may keep it as it is."""
+    """Offer a whole trajectory that the kernel doesn't use again; a tap with ``offer_last_use`` may keep it as it is."""
     hand_over: Callable[[str, Tensor, int | None, int | None], Tensor] = getattr(tap, "offer_last_use", tap)
     hand_over(name, trajectory, None, length)
 
@@ -206,19 +165,11 @@ def run_between(
     read: Callable[[int, Tensor], Tensor],
     on_state: Callable[[int, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Run a fused kernel from one edited step to the next.
+    """Run a fused kernel from one edited step to the next: output of all steps (batch, pos, ...) and the last state.
 
-    Args:
-        steps: Edited steps.
-        length: Number of steps.
-        state: State before the first step.
-        run: From a range of steps and the state before it to their output (batch, pos, ...) and the
-            state after it.
-        read: The output of one step, read from the state after it. (batch, ...)
-        on_state: Called with each edited step and the state after it; gives the state to go on with.
-
-    Returns:
-        Output of all steps (batch, pos, ...) and the last state.
+    ``run`` takes a range of steps and the state before it and gives their output and the state after it. ``on_state``
+    takes an edited step and the state after it and gives the state to go on with, from which ``read`` makes that
+    step's output (batch, ...).
     """
     parts: list[Tensor] = []
     for start, stop, edited in segments(steps, length):
