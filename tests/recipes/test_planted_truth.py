@@ -41,7 +41,7 @@ def test_a_readable_variable_that_nothing_reads_is_erased_at_no_cost(cases: dict
     got = cases["unused"].numbers
     assert got["probe"] > 0.99 > got["guess"] + 0.4
     assert got["drop"] == 0.0
-    assert got["effect_hi"] < 0
+    assert got["effect_lo"] < 0 < got["effect_hi"]
     assert got["refit"] < got["baseline"] + 0.02
     # The control: the same call finds the drop of the variable that is read.
     assert got["y_drop"] > 0.4
