@@ -172,10 +172,8 @@ class MambaSSM(Adapter):
             handle = block.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
         else:
             handle = block.register_forward_hook(after)
-        try:
+        with handle:
             yield
-        finally:
-            handle.remove()
 
     @contextlib.contextmanager
     def starting_at(self, layer: int, resid: Tensor) -> Iterator[None]:
@@ -204,8 +202,7 @@ class MambaSSM(Adapter):
                 stack.enter_context(swapped_forward(block, passing(block.forward, index)))
             if layer < len(self.blocks):
                 block = self.module.get_submodule(self.blocks[layer])
-                handle = block.register_forward_pre_hook(feed, with_kwargs=True, prepend=True)
-                stack.callback(handle.remove)
+                stack.enter_context(block.register_forward_pre_hook(feed, with_kwargs=True, prepend=True))
             yield
 
 

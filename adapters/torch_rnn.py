@@ -17,11 +17,12 @@ from probelens.adapters.hf.decoder import is_hf
 from probelens.errors import InputError
 from probelens.hooks.adapter import Adapter
 from probelens.hooks.config import Call, ModelConfig, StopForward
-from probelens.hooks.forwards import device_of, refuse_replaced_forward, swapped_forward
+from probelens.hooks.forwards import called_with, device_of, refuse_replaced_forward, swapped_forward
 from probelens.hooks.points import NOTES, RESID, HookPoint
 from probelens.hooks.switchboard import Tap
 from probelens.hooks.wrapping import own_layers, unadapted
 from probelens.kernels.rnn import rnn_forward, rnn_points
+from probelens.kernels.tap import NullTap
 
 __all__ = ["TorchRNN"]
 
@@ -190,15 +191,12 @@ class TorchRNN(Adapter):
                 if threading.get_ident() == thread:
                     raise StopForward(_position_first(rnn, args[0]))
 
-            handle = rnn.register_forward_pre_hook(stop_before, prepend=True)
-            try:
+            with rnn.register_forward_pre_hook(stop_before, prepend=True):
                 yield
-            finally:
-                handle.remove()
             return
         native = rnn.forward
 
-        class Stop(_Passive):
+        class Stop(NullTap):
             def __call__(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
                 if name == f"{j}.hook_in" and threading.get_ident() == thread:
                     raise StopForward(tensor)
@@ -220,30 +218,20 @@ class TorchRNN(Adapter):
     @contextlib.contextmanager
     def starting_at(self, layer: int, resid: Tensor) -> Iterator[None]:
         thread = threading.get_ident()
+        last, paths = layer >= len(self.layers), self.instrumented_paths()
+        path, j = (self.after_blocks(), 0) if last else self.layers[layer]
+        rnn = self._rnn(path)
+        resid = resid.to(device_of(rnn) or resid.device)
+
+        def feed(module: nn.Module, args: tuple[Any, ...]) -> Any:
+            return (_like(rnn, args[0], resid), *args[1:]) if threading.get_ident() == thread else None
+
         with contextlib.ExitStack() as stack:
-            if layer >= len(self.layers):
-                stack.enter_context(self._skipped(self.instrumented_paths(), thread))
-                path = self.after_blocks()
-                resid = resid.to(device_of(self.module.get_submodule(path)) or resid.device)
-                handle = self.module.get_submodule(path).register_forward_pre_hook(
-                    lambda m, args: (resid, *args[1:]) if threading.get_ident() == thread else None, prepend=True
-                )
-                stack.callback(handle.remove)
-                yield
-                return
-            path, j = self.layers[layer]
-            resid = resid.to(device_of(self.module.get_submodule(path)) or resid.device)
-            paths = self.instrumented_paths()
-            stack.enter_context(self._skipped(paths[: paths.index(path)], thread))
-            rnn = self._rnn(path)
-            if j == 0:
-                handle = rnn.register_forward_pre_hook(
-                    lambda m, args: (
-                        (_like(rnn, args[0], resid), *args[1:]) if threading.get_ident() == thread else None
-                    ),
-                    prepend=True,
-                )
-                stack.callback(handle.remove)
+            stack.enter_context(self._skipped(paths if last else paths[: paths.index(path)], thread))
+            if last:
+                stack.enter_context(called_with(rnn, resid))
+            elif j == 0:
+                stack.enter_context(rnn.register_forward_pre_hook(feed, prepend=True))
             else:
                 native = rnn.forward
 
@@ -265,27 +253,11 @@ class TorchRNN(Adapter):
             yield
 
 
-class _Passive:
-    """A tap that listens nowhere; the base of those that watch one point."""
-
-    def __call__(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
-        return tensor
-
-    def wants(self, name: str) -> bool:
-        return False
-
-    def edits(self, name: str) -> bool:
-        return False
-
-    def positions(self, name: str, length: int | None = None) -> list[int] | None:
-        return []
-
-
-class _Both(_Passive):
+class _Both(NullTap):
     """The hooks' tap followed by one of our own."""
 
     def __init__(self, first: Any, second: Any) -> None:
-        self.first, self.second = first or _Passive(), second
+        self.first, self.second = first or NullTap(), second
 
     def __call__(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
         return self.second(name, self.first(name, tensor, pos, length), pos, length)

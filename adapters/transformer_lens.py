@@ -269,9 +269,9 @@ def _only(point: nn.Module, reached: set[int]) -> Iterator[None]:
         lambda m, args, out: reached.add(id(point)) if isinstance(out, Tensor) and out.is_floating_point() else None
     )
     try:
-        yield
+        with handle:
+            yield
     finally:
-        handle.remove()
         point._forward_hooks = before
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from probelens.hooks.forwards import swapped_forward
 from probelens.hooks.model import HookedModel
 from probelens.kernels.ssm import is_mamba2, mamba2_mixer, mamba_mixer
+from probelens.kernels.tap import NullTap
 from probelens.running.sweep.resumer import Resumer
 
 # What transformers calls the argument: newer versions first, which take the older name too and ignore it.
@@ -158,7 +159,7 @@ class Recurrent(Resumer):
             yield
 
 
-class _Keep:
+class _Keep(NullTap):
     """A tap that keeps a mixer's inputs of the convolution, and its states at every ``spacing``-th position."""
 
     inputs: Tensor
@@ -181,12 +182,6 @@ class _Keep:
 
     def wants(self, name: str) -> bool:
         return name in ("hook_in_proj", "hook_ssm_state")
-
-    def edits(self, name: str) -> bool:
-        return False
-
-    def positions(self, name: str, length: int | None = None) -> list[int] | None:
-        return []
 
 
 def _state_size(mixer: Any) -> int:

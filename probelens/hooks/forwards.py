@@ -23,11 +23,6 @@ from probelens.errors import InputError, ShapeError
 from probelens.hooks.config import StopForward, first_argument, pick, put
 from probelens.hooks.points import HookPoint, version_of
 
-__all__ = [
-    "attach_to_module", "called_with", "device_of", "eager", "execution_device", "hold", "hooked_by_hand", "is_swapped", "length_of_output",  "passed_over",
-    "refuse_replaced_forward", "release", "replaced_forward", "stopped_before", "stored", "swapped_forward", "with_weights",
-]  # fmt: skip
-
 # Forwards that run in place of a module's own, to distinguish them from a user's.
 _SWAPPED: weakref.WeakValueDictionary[int, Callable[..., Any]] = weakref.WeakValueDictionary()
 
@@ -274,11 +269,8 @@ def stopped_before(module: nn.Module, what: str) -> Iterator[None]:
         if threading.get_ident() == thread:
             raise StopForward(pick(args if args else tuple(kwargs.values()), None, what))
 
-    handle = module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
-    try:
+    with module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True):
         yield
-    finally:
-        handle.remove()
 
 
 @contextlib.contextmanager
@@ -291,11 +283,8 @@ def called_with(module: nn.Module, tensor: Tensor) -> Iterator[None]:
             return None
         return (put(args, None, tensor), kwargs) if args else (args, put(kwargs, None, tensor))
 
-    handle = module.register_forward_pre_hook(feed, with_kwargs=True, prepend=True)
-    try:
+    with module.register_forward_pre_hook(feed, with_kwargs=True, prepend=True):
         yield
-    finally:
-        handle.remove()
 
 
 @contextlib.contextmanager
@@ -325,13 +314,8 @@ def length_of_output(module: nn.Module, run: Callable[[], Any]) -> int:
     """Length of the tuple that a module returns when ``run`` runs the model as far as it; 0 for a tensor."""
     seen: list[int] = []
     handle = module.register_forward_hook(lambda m, args, out: seen.append(len(out) if isinstance(out, tuple) else 0))
-    try:
-        with torch.no_grad():
-            run()
-    except StopForward:
-        pass
-    finally:
-        handle.remove()
+    with handle, torch.no_grad(), contextlib.suppress(StopForward):
+        run()
     if not seen:
         raise ShapeError(f"a {type(module).__name__} of the blocks wasn't called by the model's forward")
     return seen[0]

@@ -17,11 +17,6 @@ from probelens.hooks.config import Call
 from probelens.hooks.protocol import Wrapped
 from probelens.hooks.trials import Untried, agree, inputs_to_try, random_tokens, remembered, run_alone
 
-__all__ = [
-    "described", "has_gap", "mask_for_model", "need_tokenizer", "padding_mask", "positions_for_padding", "prepared",
-    "reads_both_ways", "tokens_of",
-]  # fmt: skip
-
 
 def prepared(model: Wrapped, inputs: Any, mask: Any, start: int | None, extra: dict[str, Any]) -> Call:
     """The call that inputs ask for: tokens (batch, pos), text, keywords, or the residual that enters block ``start``.

@@ -19,8 +19,6 @@ from probelens.hooks.points import Direction, HookFn, HookPoint
 from probelens.hooks.shorthand import Names
 from probelens.hooks.switchboard import Entry, Switchboard
 
-__all__ = ["TransformerLensMethods"]
-
 
 class TransformerLensMethods:
     """The part of a HookedModel that TransformerLens' habits ask for, over what the rest of it holds."""
@@ -61,7 +59,7 @@ class TransformerLensMethods:
         if not callable(hook):
             raise InputError(f"a hook is a function fn(tensor, hook), got {hook!r}")
         points = self.points.match(name)[0]
-        entries = [Entry(p, hook, dir, everywhere=True, permanent=is_permanent) for p in points]
+        entries = [Entry(p, hook, dir, is_permanent, thread=None) for p in points]
         self.switchboard.add(entries)
         self.switchboard.staying += entries
 

@@ -10,8 +10,6 @@ from typing import Any
 from probelens.errors import UnknownHookError, nearest
 from probelens.hooks.points import HookPoint, in_block
 
-__all__ = ["LAYER_AXIS", "NameTable", "Names", "asked_name", "full_name", "listed", "said"]
-
 LAYER_AXIS = "layers"
 """The name of the layer axis: what enters block 0, then what each block returns."""
 Names = str | HookPoint | Callable[[str], bool] | Iterable[Any] | None

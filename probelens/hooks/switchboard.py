@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -20,34 +21,23 @@ from probelens.hooks.points import At, Direction, HookFn, HookPoint, checked
 __all__ = ["Entry", "Reach", "Switchboard", "Tap", "check_fired"]
 
 
+@dataclass(eq=False, slots=True)
 class Entry:
     """One hook function at one point, with the number of its calls."""
 
-    __slots__ = ("active", "attached", "dir", "fired", "fn", "keep", "permanent", "point", "reads", "thread")
-
-    def __init__(
-        self,
-        point: HookPoint,
-        fn: HookFn,
-        dir: Direction = "fwd",
-        *,
-        everywhere: bool = False,
-        permanent: bool = False,
-        reads: bool = False,
-        keep: HookFn | None = None,
-    ) -> None:
-        self.point = point
-        self.fn = fn
-        self.dir = dir
-        self.fired = 0
-        self.attached = 0
-        self.active = True
-        self.permanent = permanent
-        # A reader returns nothing, so it can get a whole state trajectory in one piece.
-        self.reads = reads
-        # Called in place of ``fn`` with a tensor that the model doesn't use again.
-        self.keep = keep
-        self.thread = None if everywhere else threading.get_ident()
+    point: HookPoint
+    fn: HookFn
+    dir: Direction = "fwd"
+    permanent: bool = False
+    # A reader returns nothing, so it can get a whole state trajectory in one piece.
+    reads: bool = False
+    # Called in place of ``fn`` with a tensor that the model doesn't use again.
+    keep: HookFn | None = None
+    # The one whose calls it reaches; None for every thread.
+    thread: int | None = field(default_factory=threading.get_ident)
+    fired: int = 0
+    attached: int = 0
+    active: bool = True
 
     def here(self) -> bool:
         return self.thread is None or self.thread == threading.get_ident()

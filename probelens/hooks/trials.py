@@ -19,11 +19,6 @@ from probelens.hooks.config import Call
 from probelens.hooks.forwards import eager, is_swapped
 from probelens.hooks.protocol import Wrapped
 
-__all__ = [
-    "Fingerprint", "Untried", "agree", "can_start_at", "faster_forwards_agree", "fingerprint", "inputs_to_try",
-    "random_tokens", "recall", "remember", "remembered", "require_repeatable", "require_start_at", "run_alone",
-]  # fmt: skip
-
 Answer = TypeVar("Answer")
 # States of one model that are remembered at a time: with and without a hook, say.
 _MOST = 4
