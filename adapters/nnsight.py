@@ -130,12 +130,8 @@ class Remote(Adapter):
         return ()
 
     def run(self, call: Call) -> Any:
-        stop = None
-        entries = (
-            []
-            if self._switchboard is None
-            else [e for n in self._switchboard.entries for e in self._switchboard.listeners(n)]
-        )
+        stop, switchboard = None, self._switchboard
+        entries = [] if switchboard is None else [e for n in switchboard.entries for e in switchboard.listeners(n)]
         if any(e.dir == "bwd" for e in entries):
             raise InputError("a remote model has no backward hooks: no gradient comes back")
         entries.sort(key=lambda e: self._order[e.point.name])

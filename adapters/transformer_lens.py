@@ -17,53 +17,43 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from probelens.adapters.hf.transformer import HEADS, KV_HEADS, MLP_AXES, PATTERN
 from probelens.errors import AdapterNotFoundError, InputError, ShapeError
 from probelens.hooks.adapter import Adapter
-from probelens.hooks.config import Call, ModelConfig
-from probelens.hooks.points import HookPoint, in_block
+from probelens.hooks.config import Call, ModelConfig, real_tokens
+from probelens.hooks.points import RESID, HookPoint, in_block
 from probelens.hooks.switchboard import Switchboard
 
 __all__ = ["TransformerLens"]
 
-_RESID = ("batch", "pos", "d_model")
-_HEADS = ("batch", "pos", "head", "d_head")
-_KV = ("batch", "key_pos", "kv_head", "d_head")
-_SCORES = ("batch", "head", "pos", "key_pos")
-_MLP = ("batch", "pos", "d_mlp")
 _BEFORE = "before the rotary embedding, where the model has one; attn.hook_rot_q and hook_rot_k are after it"
 _BRANCH = "an edit reaches the MLP and the residual stream; TransformerLens' own hook there only the MLP"
 
 # Names that mean the same here and there, in the order of the forward pass.
-_AROUND = {
-    "hook_embed": (_RESID, ""),
-    "hook_pos_embed": (_RESID, ""),
-    "ln_final.hook_in": (_RESID, ""),
-    "ln_final.hook_out": (_RESID, ""),
-    "unembed.hook_in": (_RESID, ""),
-    "unembed.hook_out": (("batch", "pos", "d_vocab"), ""),
-}
+_STREAM = ("hook_embed", "hook_pos_embed", "ln_final.hook_in", "ln_final.hook_out", "unembed.hook_in")
+_AROUND = {**dict.fromkeys(_STREAM, (RESID, "")), "unembed.hook_out": (("batch", "pos", "d_vocab"), "")}
 _INSIDE = {
-    "hook_resid_pre": (_RESID, ""),
-    "mixer.hook_in": (_RESID, ""),
+    "hook_resid_pre": (RESID, ""),
+    "mixer.hook_in": (RESID, ""),
     "mixer.hook_in_proj": (("batch", "pos", "d_in_proj"), ""),
     "mixer.hook_inner_norm": (("batch", "pos", "d_inner"), ""),
-    "mixer.hook_out": (_RESID, ""),
-    "attn.hook_q": (_HEADS, _BEFORE),
-    "attn.hook_k": (_KV, _BEFORE),
-    "attn.hook_v": (_KV, "heads as stored, before grouped queries share them"),
-    "attn.hook_rot_q": (_HEADS, "after the rotary embedding"),
-    "attn.hook_rot_k": (_KV, "after the rotary embedding"),
-    "attn.hook_attn_scores": (_SCORES, "scaled and masked, before the softmax"),
-    "attn.hook_pattern": (_SCORES, "after the softmax; an edit is not normalised again"),
-    "attn.hook_z": (_HEADS, ""),
+    "mixer.hook_out": (RESID, ""),
+    "attn.hook_q": (HEADS, _BEFORE),
+    "attn.hook_k": (KV_HEADS, _BEFORE),
+    "attn.hook_v": (KV_HEADS, "heads as stored, before grouped queries share them"),
+    "attn.hook_rot_q": (HEADS, "after the rotary embedding"),
+    "attn.hook_rot_k": (KV_HEADS, "after the rotary embedding"),
+    "attn.hook_attn_scores": (PATTERN, "scaled and masked, before the softmax"),
+    "attn.hook_pattern": (PATTERN, "after the softmax; an edit is not normalised again"),
+    "attn.hook_z": (HEADS, ""),
     "attn.hook_result": (("batch", "pos", "head", "d_model"), ""),
-    "hook_attn_out": (_RESID, ""),
-    "hook_resid_mid": (_RESID, _BRANCH),
-    "mlp.hook_pre": (_MLP, ""),
-    "mlp.hook_pre_linear": (_MLP, ""),
-    "mlp.hook_post": (_MLP, ""),
-    "hook_mlp_out": (_RESID, ""),
-    "hook_resid_post": (_RESID, ""),
+    "hook_attn_out": (RESID, ""),
+    "hook_resid_mid": (RESID, _BRANCH),
+    "mlp.hook_pre": (MLP_AXES, ""),
+    "mlp.hook_pre_linear": (MLP_AXES, ""),
+    "mlp.hook_post": (MLP_AXES, ""),
+    "hook_mlp_out": (RESID, ""),
+    "hook_resid_post": (RESID, ""),
 }
 # The same names with another meaning: other axes, or a state whose edits don't reach the next step.
 _FOREIGN = ("mixer.hook_conv", "mixer.hook_ssm_dt", "mixer.hook_ssm_write", "mixer.hook_ssm_state")
@@ -214,10 +204,7 @@ class TransformerLens(Adapter):
             raise InputError(f"the text {texts!r} gives no tokens")
         if min(rows) == width:
             return tokens, None
-        places = torch.arange(width, device=tokens.device)
-        real = torch.tensor(rows, device=tokens.device)[:, None]
-        left = getattr(self.tokenizer, "padding_side", "right") == "left"
-        return tokens, (places >= width - real if left else places < real).long()
+        return tokens, real_tokens(tokens, rows, getattr(self.tokenizer, "padding_side", "right") == "left")
 
     def call(self, tokens: Tensor, mask: Tensor | None, extra: dict[str, Any]) -> Call:
         if self._caches:

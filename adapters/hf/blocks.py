@@ -39,40 +39,29 @@ _PARALLEL_TYPES = ("gptj", "codegen", "phi", "cohere", "cohere2", "cohere2_moe")
 
 @dataclass(frozen=True)
 class BlockParts:
-    """Module paths below one block; None where it has no such part.
-
-    Args:
-        attention: The attention module.
-        mixer: Whatever mixes positions in its place or beside it: a state space model, a recurrence.
-        mlp: The MLP; "" where its layers belong to the block itself, as in OPT.
-        attn_out: The module whose output, times ``attn_scale``, attention adds to the residual.
-        mixer_out: The same for the mixer, times ``mixer_scale``.
-        mlp_out: The same for the MLP, times ``mlp_scale``.
-        middle: The module whose input is the residual between the two halves.
-        up: The MLP's first layer, whose output goes into the activation.
-        up_linear: The MLP's other first layer, which the activation's output is multiplied with.
-        down: The MLP's last layer.
-        attn_down: Attention's last layer, which reads z.
-        attn_scale: See ``attn_out``.
-        mixer_scale: See ``mixer_out``.
-        mlp_scale: See ``mlp_out``.
-        absent: Why a point is missing, by the last part of its name.
-    """
+    """Module paths below one block; None where it has no such part."""
 
     attention: str | None = None
+    # Whatever mixes positions in attention's place or beside it: a state space model, a recurrence.
     mixer: str | None = None
+    # "" where the MLP's layers belong to the block itself, as in OPT.
     mlp: str | None = None
+    # The modules whose outputs, times the scale, are added to the residual, and the one whose input is the residual
+    # between the two halves.
     attn_out: str | None = None
     mixer_out: str | None = None
     mlp_out: str | None = None
-    middle: str | None = None
-    up: str | None = None
-    up_linear: str | None = None
-    down: str | None = None
-    attn_down: str | None = None
     attn_scale: float = 1.0
     mixer_scale: float = 1.0
     mlp_scale: float = 1.0
+    middle: str | None = None
+    # The MLP's first layer, whose output goes into the activation, the other one that multiplies, and the last.
+    up: str | None = None
+    up_linear: str | None = None
+    down: str | None = None
+    # Attention's last layer, which reads z.
+    attn_down: str | None = None
+    # Why a point is missing, by the last part of its name.
     absent: dict[str, str] = field(default_factory=dict)
 
 

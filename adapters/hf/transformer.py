@@ -88,11 +88,7 @@ class HFTransformer(HFAdapter):
                 self.interior(f"{prefix}attn.{name}", join(path, parts.attention), axes=axes, note=note)
                 for name, (axes, note) in _INSIDE.items()
             ]
-        if (
-            parts.attn_down is not None
-            and self._heads_of(attention)
-            and not _is_linear(self.module.get_submodule(path))
-        ):
+        if parts.attn_down and self._heads_of(attention) and not _is_linear(self.module.get_submodule(path)):
             points.append(
                 self.boundary(
                     prefix + "attn.hook_z", join(path, parts.attn_down), "in", axes=HEADS, heads=self.cfg.n_heads,
@@ -114,22 +110,24 @@ class HFTransformer(HFAdapter):
         return bool(self.cfg.n_heads) and (uses_interface(attention) or self.cfg.n_heads in counts)
 
     def _mlp_points(self, prefix: str, path: str, parts: BlockParts) -> list[HookPoint]:
-        points = []
-        for name, where, side, note in (
-            ("mlp.hook_pre", parts.up, "out", "before the activation"),
-            ("mlp.hook_pre_linear", parts.up_linear, "out", "what the activation's output is multiplied with"),
-            ("mlp.hook_post", parts.down, "in", "neurons, before the MLP's output projection"),
-        ):
-            if where is not None:
-                points.append(self.boundary(prefix + name, join(path, where), side, axes=MLP_AXES, note=note))
-        if parts.mlp_out is not None:
-            points.append(
-                self.boundary(
-                    prefix + "hook_mlp_out", join(path, parts.mlp_out), "out", scale=parts.mlp_scale,
-                    note="what the MLP adds to the residual stream",
-                )
-            )  # fmt: skip
-        return points
+        inner: dict[str, Any] = {"axes": MLP_AXES}
+        rows: list[tuple[str, str | None, str, dict[str, Any], str]] = [
+            ("mlp.hook_pre", parts.up, "out", inner, "before the activation"),
+            ("mlp.hook_pre_linear", parts.up_linear, "out", inner, "what the activation's output is multiplied with"),
+            ("mlp.hook_post", parts.down, "in", inner, "neurons, before the MLP's output projection"),
+            (
+                "hook_mlp_out",
+                parts.mlp_out,
+                "out",
+                {"scale": parts.mlp_scale},
+                "what the MLP adds to the residual stream",
+            ),
+        ]
+        return [
+            self.boundary(prefix + name, join(path, where), side, note=note, **options)
+            for name, where, side, options, note in rows
+            if where is not None
+        ]
 
     def attach(self, switchboard: Switchboard, point: HookPoint) -> Sequence[Any]:
         flat = ".mlp." in point.name or point.name.endswith((".hook_mlp_out", ".hook_resid_mid"))

@@ -189,8 +189,7 @@ class ActivationCache(Mapping[str, Tensor]):
         if not self.has_batch_dim:
             raise ShapeError("this cache has no batch axis any more (remove_batch_dim was called)")
         index = slice(*batch_slice) if isinstance(batch_slice, tuple) else batch_slice
-        if index is None:
-            index = slice(None)
+        index = slice(None) if index is None else index
         kept = {n: t[index] for n, t in self.cache_dict.items()}
         if not isinstance(index, int) and any(not len(t) for t in kept.values()):
             raise ShapeError(f"examples {batch_slice!r} keep none of the batch. Leave them out to keep all")
@@ -256,11 +255,9 @@ class ActivationCache(Mapping[str, Tensor]):
         if apply_ln:
             if self.model is None or "ln_final" not in self.model.adapter.parts:
                 raise InputError("apply_ln needs a model with a final norm; this one has none")
-            path = self.model.adapter.parts["ln_final"]
-            norm = self.model.module.get_submodule(path)
-            place = device_of(norm)
+            norm = self.model.module.get_submodule(self.model.adapter.parts["ln_final"])
             with torch.no_grad():
-                stacked = norm(stacked.to(place or stacked.device)).to(stacked.device)
+                stacked = norm(stacked.to(device_of(norm) or stacked.device)).to(stacked.device)
         return (stacked, labels) if return_labels else stacked
 
     def decompose_resid(

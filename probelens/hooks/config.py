@@ -146,12 +146,18 @@ def tokenized(
         return torch.tensor(rows, device=device), None
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     left = getattr(tokenizer, "padding_side", "right") == "left"
-    tokens, mask = [], []
-    for row in rows:
-        gap = width - len(row)
-        tokens.append([pad] * gap + row if left else row + [pad] * gap)
-        mask.append([0] * gap + [1] * len(row) if left else [1] * len(row) + [0] * gap)
-    return torch.tensor(tokens, device=device), torch.tensor(mask, device=device)
+    gaps = [[pad] * (width - len(row)) for row in rows]
+    tokens = torch.tensor(
+        [gap + row if left else row + gap for row, gap in zip(rows, gaps, strict=True)], device=device
+    )
+    return tokens, real_tokens(tokens, [len(row) for row in rows], left)
+
+
+def real_tokens(tokens: Tensor, lengths: list[int], left: bool) -> Tensor:
+    """1 for real tokens and 0 for padding, on the left or on the right, of sequences of these lengths. (batch, pos)"""
+    width, real = tokens.shape[1], torch.tensor(lengths, device=tokens.device)[:, None]
+    places = torch.arange(width, device=tokens.device)
+    return (places >= width - real if left else places < real).long()
 
 
 def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> int | str:
@@ -168,10 +174,8 @@ def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) 
     Raises:
         ShapeError: There is no tensor among them.
     """
-    for i, value in enumerate(args):
-        if isinstance(value, (Tensor, PackedSequence)):
-            return i
-    for key, value in kwargs.items():
+    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for key, value in given:
         if isinstance(value, (Tensor, PackedSequence)):
             return key
     raise ShapeError(f"hook point {name!r}: its module was called without any tensor argument")
@@ -228,11 +232,9 @@ def put(output: Any, index: int | str | None, new: Any) -> Any:
     if isinstance(output, (Tensor, PackedSequence)) and not (isinstance(output, PackedSequence) and index is not None):
         return new
     if isinstance(output, Mapping):
-        key = index
-        if key is None:
-            key = next(k for k, v in output.items() if isinstance(v, (Tensor, PackedSequence)))
+        first = next(k for k, v in output.items() if isinstance(v, (Tensor, PackedSequence)))
         changed = copy.copy(output)
-        changed[key] = new  # type: ignore[index]
+        changed[first if index is None else index] = new  # type: ignore[index]
         return changed
     items = list(output)
     if isinstance(index, str):

@@ -93,10 +93,7 @@ class Tap:
 
     def __call__(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
         """Offer a tensor (batch, pos, ...), or (batch, ...) at step ``pos``; returns what the hooks made of it."""
-        full = self._names.get(name)
-        if full is None or full not in self._switchboard.entries:
-            return tensor
-        return self._switchboard.fire(full, tensor, pos, length)
+        return self._offer(name, tensor, pos, length)
 
     def offer_last_use(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
         """Offer a tensor that the forward doesn't use again: a recorder alone at the point keeps it as it is.
@@ -110,10 +107,13 @@ class Tap:
         Returns:
             The tensor, or what the hooks made of it, of the same shape.
         """
+        return self._offer(name, tensor, pos, length, last_use=True)
+
+    def _offer(self, name: str, tensor: Tensor, pos: int | None, length: int | None, last_use: bool = False) -> Tensor:
         full = self._names.get(name)
         if full is None or full not in self._switchboard.entries:
             return tensor
-        return self._switchboard.fire(full, tensor, pos, length, last_use=True)
+        return self._switchboard.fire(full, tensor, pos, length, last_use)
 
     def wants(self, name: str) -> bool:
         """Whether this thread has a hook at the point.
@@ -330,13 +330,12 @@ class Switchboard:
     def _install(self, point: HookPoint) -> None:
         if point.kind == "interior":
             self._instrument(point.module)
-            return
-        self._handles[point.name] = list(self._reach.attach(self, point))
+        else:
+            self._handles[point.name] = list(self._reach.attach(self, point))
 
     def _uninstall(self, point: HookPoint) -> None:
         if point.kind == "interior":
             self._deinstrument(point.module)
-            return
         for handle in self._handles.pop(point.name, ()):
             handle.remove()
 
