@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from probelens.errors import InputError
 from probelens.hooks.config import Call
-from probelens.hooks.forwards import eager, is_swapped
+from probelens.hooks.forwards import is_swapped
 from probelens.hooks.protocol import Wrapped
 
 Answer = TypeVar("Answer")
@@ -215,9 +215,9 @@ def random_tokens(model: Wrapped, rows: int = 2, length: int = 5) -> Tensor:
 
 def run_alone(model: Wrapped, call: Call) -> Tensor:
     """The logits of a call in evaluation mode, without hooks, gradients or compiled code; Untried if it raises."""
-    with model.switchboard.muted(), torch.no_grad(), model.evaluating(), eager():
+    with model.switchboard.muted(), torch.no_grad(), model.evaluating():
         try:
-            out: Tensor = model.adapter.output(model.adapter.run(call))
+            out: Tensor = model.adapter.output(model.run(call))
         except Exception as err:
             raise Untried(f"its forward raises {type(err).__name__} ({err}) on the inputs of the trial") from err
         return out
