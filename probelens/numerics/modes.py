@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
-from typing import ParamSpec, TypeVar
+from collections.abc import Iterator
 
 import torch
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-_KINDS = ("cpu", "cuda", "mps", "xpu")
 
 
 def autocasting() -> list[str]:
     """Kinds of device for which autocast is on."""
-    return [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
+    return [kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.is_autocast_enabled(kind)]
 
 
 @contextlib.contextmanager
@@ -29,15 +22,8 @@ def full_precision() -> Iterator[None]:
         yield
 
 
-def exact(fn: Callable[P, R]) -> Callable[P, R]:
-    """Run a function without autocast, which is meant for the model and not for measurements on it."""
-
-    @functools.wraps(fn)
-    def outside(*args: P.args, **kwargs: P.kwargs) -> R:
-        with full_precision():
-            return fn(*args, **kwargs)
-
-    return outside
+# Decorates measurements: autocast is meant for the model.
+exact = full_precision()
 
 
 @contextlib.contextmanager

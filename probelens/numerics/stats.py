@@ -23,19 +23,8 @@ if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
-__all__ = [
-    "Interval",
-    "SignFlip",
-    "contrast",
-    "coverage",
-    "hierarchical_bootstrap",
-    "holm",
-    "max_t",
-    "paired_difference",
-    "ratio_of_means",
-    "sign_flip",
-    "smallest_p",
-]
+__all__ = ["Interval", "contrast", "coverage", "hierarchical_bootstrap", "paired_difference", "ratio_of_means"]
+__all__ += ["SignFlip", "holm", "max_t", "sign_flip", "smallest_p"]
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,6 @@ __all__ = [
     "ProbeResult",
     "RidgeFit",
     "RidgeProbe",
-    "Split",
-    "control_labels",
-    "fit_path",
-    "online_codelength",
-    "probe",
-    "refit_accuracy",
-    "ridge_path",
-    "selectivity",
-    "split_by_group",
 ]
+__all__ += ["Split", "control_labels", "fit_path", "online_codelength", "probe", "refit_accuracy", "ridge_path"]
+__all__ += ["selectivity", "split_by_group"]

@@ -66,9 +66,7 @@ class ProbeResult(Rows):
         ),
         Column("kind", str, '"classification" for class ids, "regression" for numbers.'),
         Column("accuracy", float, "Share of the test positions that are right.", "fraction of 1", _CLASSES),
-        Column(
-            "r2", float, "Share of the variance that is explained on test; 0 is the mean.", "fraction of 1", _NUMBERS
-        ),
+        Column("r2", float, "Share of the variance explained on test; 0 is the mean.", "fraction of 1", _NUMBERS),
         Column("lo", float, "Lower end of the 95 % interval of accuracy or r2, over groups.", "fraction of 1"),
         Column("hi", float, "Upper end of it.", "fraction of 1"),
         Column("balanced_accuracy", float, "Mean recall of the classes in test.", "fraction of 1", _CLASSES),
@@ -84,12 +82,8 @@ class ProbeResult(Rows):
         Column("position", float, "Score of the best guess from the position alone.", "fraction of 1", _TOKENS),
         Column("last_w", float, "Score of the best guess from the last w tokens.", "fraction of 1", _TOKENS),
         Column("untrained", float, "Score of the untrained model.", "fraction of 1", "task rows, with untrained"),
-        Column(
-            "selectivity", float, "Score − that of the control task.", "fraction of 1", "task rows, with control_task"
-        ),
-        Column(
-            "embedding", float, "Score at layer −1.", "fraction of 1", "task rows, with the embedding among the sites"
-        ),
+        Column("selectivity", float, "Score − the control task's.", "fraction of 1", "task rows, with control_task"),
+        Column("embedding", float, "Score at layer −1.", "fraction of 1", "task rows, with the embedding probed"),
         Column("codelength", float, "Online codelength of the labels.", "bits", _MDL),
         Column("uniform_codelength", float, "Codelength without a model.", "bits", _MDL),
         Column("compression", float, "uniform_codelength/codelength.", "", _MDL),

@@ -7,24 +7,6 @@ from probelens.subspaces.leace import Eraser, LeaceFitter, leace
 from probelens.subspaces.matched import random, random_matched
 from probelens.subspaces.subspace import Subspace
 
-__all__ = [
-    "Eraser",
-    "Inlp",
-    "LeaceFitter",
-    "Subspace",
-    "between_share",
-    "class_means",
-    "directions",
-    "from_probe",
-    "inlp",
-    "leace",
-    "mean_difference",
-    "moments",
-    "pca",
-    "probe_rows",
-    "random",
-    "random_matched",
-    "svd",
-    "top_pca",
-    "variance_share",
-]
+__all__ = ["Eraser", "Inlp", "LeaceFitter", "Subspace", "between_share", "class_means", "directions", "from_probe"]
+__all__ += ["inlp", "leace", "mean_difference", "moments", "pca", "probe_rows", "random", "random_matched", "svd"]
+__all__ += ["top_pca", "variance_share"]

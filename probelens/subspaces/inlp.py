@@ -158,16 +158,7 @@ def inlp(
             many = rows.n_classes * len(removed) ** 2 > 2 * d**2
             shared = shared.project_out(found, refactor=many)
             continue
-        return Inlp(
-            removed,
-            shared.mean,
-            label,
-            stopped=stopped,
-            accuracy=accuracy,
-            baseline=chance,
-            margin=margin,
-            history=history,
-        )
+        return Inlp(removed, shared.mean, label, stopped, accuracy, chance, margin, history)
 
 
 def _new_directions(weights: Tensor, removed: Tensor) -> Tensor:

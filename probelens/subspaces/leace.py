@@ -245,17 +245,12 @@ class LeaceFitter:
         # With z whitened as well the singular values are canonical correlations, between 0 and 1, and a
         # tolerance on them means the same for every scale of x and every class balance.
         u, s, _ = torch.linalg.svd(white.mT @ self.cross_covariance @ root_z, full_matrices=False)
-        keep = s > self.tol
+        u, s = u[:, s > self.tol], s[s > self.tol]
         if unwhite.shape[1] < len(unwhite):
             # Σ lost rank: a new row's part off its support carries nothing of the label, and must not be read.
             white = _pseudo_inverse(unwhite)
-        return Eraser(
-            left=(unwhite @ u[:, keep]).contiguous(),
-            right=(white @ u[:, keep]).mT.contiguous(),
-            mean=self.mean,
-            correlations=s[keep].clamp(max=1.0),
-            label="leace",
-        )
+        left, right = (unwhite @ u).contiguous(), (white @ u).mT.contiguous()
+        return Eraser(left, right, self.mean, s.clamp(max=1.0), "leace")
 
 
 def leace(X: Tensor, y: Tensor, mask: Tensor | None = None, *, tol: float = 1e-8) -> Eraser:

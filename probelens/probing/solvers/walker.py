@@ -132,24 +132,19 @@ class _End:
     n_iter: int
 
 
+@dataclass(eq=False)
 class Walker:
     """Solves one label set at growing C, at most ``max_iter`` iterations at each; ``stop`` ends the path by a fit."""
 
-    def __init__(
-        self,
-        shared: Factorised,
-        link: Link,
-        Cs: list[float],
-        tol: float,
-        max_iter: int,
-        stop: Callable[[LogisticFit], bool] | None,
-    ) -> None:
-        self.shared = shared
-        self.link = link
-        self.Cs = Cs
-        self.tol = tol
-        self.max_iter = max_iter
-        self.stop = stop
+    shared: Factorised
+    link: Link
+    Cs: list[float]
+    tol: float
+    max_iter: int
+    stop: Callable[[LogisticFit], bool] | None
+
+    def __post_init__(self) -> None:
+        shared = self.shared
         self.dtype = shared.x.dtype
         self.vectors = shared.rotation()
         # Where directions were removed after the factorisation, the preconditioner must know of them.
@@ -157,7 +152,7 @@ class Walker:
         self.seen = shared.removed @ shared.vectors if later and shared.removed is not None else None
         self.variances = shared.values / shared.total
         # What float32 can reach; float64 goes on from there where more is asked for.
-        self.rough = max(tol, _F32_FLOOR) if self.dtype == torch.float32 else tol
+        self.rough = max(self.tol, _F32_FLOOR) if self.dtype == torch.float32 else self.tol
 
     def run(self) -> Generator[Request, Tensor, list[LogisticFit]]:
         """Ask for ("logits", weights) or ("gradient", residuals); be sent x @ weightsᵀ or residualsᵀ @ x."""
@@ -165,8 +160,7 @@ class Walker:
         point = yield from self._evaluate(guess, start=True)
         last: _Point | None = None
         before: _Point | None = None
-        fits: list[LogisticFit] = []
-        n_iter = 0
+        fits, n_iter = list[LogisticFit](), 0
         for C, wanted in self._steps(self._far(guess, point)):
             if last is not None:
                 guess = self._extrapolate(C, last, before)
@@ -200,9 +194,7 @@ class Walker:
         # Below this the penalty rules and one step from zero is nearly exact.
         easy = 100 / (self.shared.total * max(float(self.variances.max()) if len(self.variances) else 0.0, 1e-300))
         out: list[tuple[float, bool]] = []
-        reached = min(easy, self.Cs[0])
-        if not far:
-            reached = self.Cs[0]
+        reached = min(easy, self.Cs[0]) if far else self.Cs[0]
         for C in self.Cs:
             n = math.ceil(math.log(max(C / reached, 1.0)) / math.log(_STEP) - 1e-9)
             out += [(C * _STEP**-k, False) for k in range(n - 1, 0, -1)]
@@ -346,9 +338,9 @@ class Walker:
         floor = 1e-7 if self.dtype == torch.float32 else 1e-14
         share = share.clamp(min=floor * max(float(share[-1]), 1e-300))
         inverse = 1 / (C * share[:, None] * self.variances + 1)
-        inner = self._constraint(inverse - 1)
-        parts = [p.to(self.dtype) for p in (inverse, classes, 1 / (C * share))]
-        return Preconditioner(self.shared, self.vectors, parts[0], parts[1], parts[2], inner)
+        constraint = self._constraint(inverse - 1)
+        inverse, classes, intercept = (p.to(self.dtype) for p in (inverse, classes, 1 / (C * share)))
+        return Preconditioner(self.shared, self.vectors, inverse, classes, intercept, constraint)
 
     def _constraint(self, scale: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """The terms that keep the inverse exact where directions were removed: Q, QV, and (Q M⁻¹ Qᵀ)⁻¹ for each M."""
@@ -365,17 +357,9 @@ class Walker:
         if self.link.columns > 1 and self.shared.fit_intercept:
             b = b - b.mean()
         w = w / self.shared.scale
-        return LogisticFit(
-            C=C,
-            coef=w,
-            intercept=b - w @ self.shared.mean,
-            n_classes=max(2, self.link.columns),
-            objective=end.objective,
-            gap=end.gap,
-            gradient=gradient / (C * self.shared.total),
-            n_iter=n_iter,
-            converged=end.gap <= self.tol,
-        )
+        intercept, k = b - w @ self.shared.mean, max(2, self.link.columns)
+        gradient /= C * self.shared.total
+        return LogisticFit(C, w, intercept, k, end.objective, end.gap, gradient, n_iter, end.gap <= self.tol)
 
 
 def _direction(gw: Tensor, gb: Tensor, history: list[Pair], precondition: Preconditioner) -> tuple[Tensor, Tensor]:
