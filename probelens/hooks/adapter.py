@@ -264,14 +264,10 @@ class Adapter:
         """Token ids of texts, padded to the longest.
 
         Args:
-            texts: Strings.
-            prepend_bos: Put the beginning-of-sequence token in front; None for the tokenizer's habit.
+            texts, prepend_bos: As for ``tokenized``.
 
         Returns:
             Ids (batch, pos), and 1 for real tokens (batch, pos) where padding was needed, None otherwise.
-
-        Raises:
-            InputError: The tokenizer has no such token, or the texts give no tokens.
         """
         return tokenized(self.tokenizer, texts, prepend_bos, self.device())
 
@@ -322,8 +318,7 @@ class Adapter:
 
         Args:
             resid: Residual that enters the first block that runs. (batch, pos, d_model)
-            mask: 1 for real tokens, 0 for padding. (batch, pos)
-            extra: Further keywords from the user.
+            mask, extra: As for ``Adapter.call``.
 
         Returns:
             A call on any tokens of the same batch and length.
@@ -343,18 +338,14 @@ class Adapter:
         return pick(raw, "logits" if isinstance(raw, Mapping) and "logits" in raw else None, "output")
 
     def loss(self, logits: Tensor, call: Call, per_token: bool = False) -> Tensor:
-        """Next-token cross-entropy in nats, padding left out.
+        """Next-token cross-entropy in nats, padding left out; see ``Call.loss``.
 
         Args:
-            logits: (batch, pos, d_vocab)
             call: What was run.
-            per_token: The loss of each prediction, 0 at padding, instead of their mean.
+            logits, per_token: As for ``Call.loss``.
 
         Returns:
             The mean (), or (batch, pos − 1).
-
-        Raises:
-            InputError: The input wasn't tokens, or the mask leaves none, so there is nothing to predict.
         """
         return call.loss(logits, per_token)
 

@@ -84,9 +84,7 @@ def refuse_replaced_forward(
     """Refuse to run a reference forward where that would leave out what somebody else does in the module's forward.
 
     Args:
-        module: The module.
-        packages: Names of the packages whose classes the reference forward is equal to.
-        methods: What the forward consists of.
+        Those of ``replaced_forward``.
 
     Raises:
         InputError: The module's forward isn't its class's own.

@@ -100,9 +100,7 @@ class TransformerLensMethods:
         """``add_hook`` with ``is_permanent=True``.
 
         Args:
-            name: As for ``run_with_cache``.
-            hook: fn(tensor, hook) returning a tensor, or None for no change.
-            dir: "fwd" or "bwd".
+            Those of ``TransformerLensMethods.add_hook``, without ``is_permanent``.
         """
         self.add_hook(name, hook, dir, is_permanent=True)
 
@@ -112,8 +110,7 @@ class TransformerLensMethods:
         """``reset_hooks`` that leaves each point's ``ctx`` alone.
 
         Args:
-            direction: "fwd", "bwd" or "both".
-            including_permanent: Also those added with ``is_permanent=True``.
+            direction, including_permanent: As for ``TransformerLensMethods.reset_hooks``.
         """
         self.reset_hooks(False, direction, including_permanent)
 
@@ -130,11 +127,7 @@ class TransformerLensMethods:
         """Hooks that stay until ``reset_hooks`` and fill a dict whenever the model runs.
 
         Args:
-            names_filter: As for ``run_with_cache``.
-            incl_bwd: Keep gradients too, as ``name + "_grad"``.
-            device: Where the copies go; None leaves them where they are.
-            remove_batch_dim: Remove the batch axis, which must have size 1.
-            cache: The dict to fill; None for a new one.
+            Those of ``TransformerLensMethods.get_caching_hooks``, without ``pos_slice``.
 
         Returns:
             The dict; empty until then.

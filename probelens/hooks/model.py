@@ -216,10 +216,7 @@ class HookedModel(TransformerLensMethods):
         """Keep hooks in place inside the block, also for ``model.module.generate(...)``.
 
         Args:
-            fwd_hooks: Pairs (name, fn); fn(tensor, hook) returns a tensor or None for no change.
-            bwd_hooks: The same on gradients.
-            reset_hooks_end: False keeps the hooks until ``reset_hooks``.
-            clear_contexts: Empty each hook point's ``ctx`` at the end.
+            fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts: As for ``HookedModel.run_with_hooks``.
 
         Yields:
             This model.
@@ -241,14 +238,12 @@ class HookedModel(TransformerLensMethods):
         stop_at_layer: int | None = None, start_at_layer: int | None = None, remove_batch_dim: bool = False,
         **kw: Any,
     ) -> Any:  # fmt: skip
-        """Run once with hooks.
-
-        Backward hooks stay attached to what this call returns, so a later ``.backward()`` on it
-        calls them.
+        """Run once with hooks. Backward hooks stay attached to what this call returns, for a later ``.backward()``.
 
         Args:
             inputs: As for calling the model.
-            fwd_hooks: Pairs (name, fn). The name may be whatever ``run_with_cache`` takes.
+            fwd_hooks: Pairs (name, fn); a name as for ``run_with_cache``, fn(tensor, hook) returns a tensor or None for
+                no change.
             bwd_hooks: The same on gradients.
             reset_hooks_end: False keeps the hooks until ``reset_hooks``.
             clear_contexts: Empty each hook point's ``ctx`` at the end.
@@ -259,8 +254,7 @@ class HookedModel(TransformerLensMethods):
             **kw: Passed to the module's forward.
 
         Returns:
-            As calling the model does: logits (batch, pos, d_vocab), a loss (), both, None, or the
-            residual.
+            As calling the model does: logits (batch, pos, d_vocab), a loss (), both, None, or the residual.
 
         Raises:
             HookNotFiredError: A hook was not called.

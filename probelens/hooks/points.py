@@ -224,12 +224,9 @@ def boundary(
     """A hook point at a module's input ("in") or output ("out").
 
     Args:
-        name: Canonical name.
         path: Module path below the wrapped module.
         side: "in" for an argument, "out" for the return value.
-        axes: Names of the axes of the tensor that a hook gets.
-        aliases: Other names for the same point.
-        note: What a reader should know.
+        name, axes, aliases, note: As for ``HookPoint``.
         site: Further fields of ``Site``, such as ``index`` or ``heads``.
 
     Returns:
@@ -246,12 +243,8 @@ def interior(
     """A hook point inside the forward of the module at ``path``.
 
     Args:
-        name: Canonical name.
         path: Path of the module in whose forward it lies.
-        axes: Names of the axes of the tensor that a hook gets.
-        aliases: Other names for the same point.
-        step: True for recurrent state: the hook is called once per position.
-        note: What a reader should know.
+        name, axes, aliases, step, note: As for ``HookPoint``.
 
     Returns:
         The point.

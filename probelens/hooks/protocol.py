@@ -42,11 +42,10 @@ class Wrapped(Protocol):
         """Run the model, or some blocks of it: logits (batch, pos, d_vocab), or a residual (batch, pos, d_model)."""
 
     def run_with_hooks(self, inputs: Any, fwd_hooks: Iterable[tuple[Names, Any]] = (), **kw: Any) -> Any:
-        """Run once with hooks.
+        """Run once with hooks; see ``HookedModel.run_with_hooks``.
 
         Args:
-            inputs: As for calling the model.
-            fwd_hooks: Pairs of what names hook points, and a hook.
+            inputs, fwd_hooks: As for ``HookedModel.run_with_hooks``.
             **kw: As for calling the model.
 
         Returns:
@@ -54,11 +53,10 @@ class Wrapped(Protocol):
         """
 
     def run_with_cache(self, inputs: Any, names_filter: Names = None, **kw: Any) -> tuple[Any, Mapping[str, Tensor]]:
-        """Run once and keep activations.
+        """Run once and keep activations; see ``HookedModel.run_with_cache``.
 
         Args:
-            inputs: As for calling the model.
-            names_filter: Which hook points.
+            inputs, names_filter: As for ``HookedModel.run_with_cache``.
             **kw: As for calling the model.
 
         Returns:
@@ -72,10 +70,7 @@ class Wrapped(Protocol):
         """The call of the module that inputs ask for.
 
         Args:
-            inputs: As for calling the model.
-            mask: 1 for real tokens, 0 for padding. (batch, pos)
-            start: Block whose residual the inputs are; None for the model's own inputs.
-            extra: Keywords for the module's forward.
+            Those of ``HookedModel.prepare``.
 
         Returns:
             A call for ``run``.
@@ -85,10 +80,7 @@ class Wrapped(Protocol):
         """Run a prepared call, or some blocks of it, without checking that hooks fire.
 
         Args:
-            call: What ``prepare`` returned.
-            start: First block that runs; None for all.
-            stop: Block before which the run ends; None for none.
-            resid: What enters block ``start``. (batch, pos, d_model)
+            Those of ``HookedModel.run``.
 
         Returns:
             What the module returned; with ``stop`` the residual (batch, pos, d_model).
@@ -104,8 +96,7 @@ class Wrapped(Protocol):
         """Whether the residual entering a block is all that the rest of the model depends on.
 
         Args:
-            layer: Block; ``n_layers`` for what follows the last one.
-            inputs: What the model runs on, for models that random tokens alone don't run.
+            Those of ``HookedModel.can_start_at``.
 
         Returns:
             False also where that could not be tried.

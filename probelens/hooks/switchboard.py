@@ -101,8 +101,7 @@ class Tap:
         Args:
             name: Short name of the point.
             tensor: (batch, pos, ...)
-            pos: The step, at a state point.
-            length: How many steps there are.
+            pos, length: As for ``Switchboard.fire``.
 
         Returns:
             The tensor, or what the hooks made of it, of the same shape.

@@ -104,12 +104,7 @@ def verify(
 
     Args:
         model: The wrapped model.
-        inputs: Tokens, text or features; None for random tokens.
-        names: Which points; None for all.
-        tolerance: Largest relative change by an identity edit; None for 1e-5 (0.05 in half precision and
-            under autocast).
-        seed: Of the noise and of the other run's tokens.
-        progress: Show a progress bar.
+        Those of ``HookedModel.verify``.
 
     Returns:
         One row a point, and what was left behind.

@@ -64,7 +64,7 @@ def edited_weights(model: Model, edits: Mapping[str, Callable[[Tensor], Tensor]]
 
     Args:
         model: The wrapped model.
-        edits: Name to function of the weight; see ``HookedModel.edit_weights``.
+        Those of ``HookedModel.edit_weights``.
 
     Yields:
         The model; the weights come back bit for bit.

@@ -34,13 +34,6 @@ class AtHeads(Edit):
     def new(self, tensor: Tensor, hook: HookPoint | None) -> Tensor:
         """The tensor with some heads edited.
 
-        Args:
-            tensor: The activation where the edit applies. (batch, pos, ...)
-            hook: The hook point, which says which axis has the heads.
-
-        Returns:
-            A tensor of the same shape.
-
         Raises:
             ShapeError: The point has no axis of heads.
             InputError: A head that it doesn't have.

@@ -57,7 +57,7 @@ class Erase(Edit):
 
     Args:
         pos: Where; see ``Edit``.
-        eraser: Maps activations to erased ones of the same shape, such as an ``Eraser``.
+        eraser: Maps activations to erased ones of the same shape, such as ``probelens.leace(X, y)``.
         alpha: Dose: 0 leaves x, 1 is the eraser.
     """
 
@@ -75,11 +75,7 @@ def project(
     """Project a subspace out.
 
     Args:
-        subspace: What to remove.
-        alpha: Dose, 0 to 1.
-        pos: Where; see ``Edit``.
-        raw: To zero instead of to the mean.
-        keep: Keep the subspace and remove the rest.
+        Those of ``Project``.
 
     Returns:
         The edit, to be used as a hook function.
@@ -102,9 +98,7 @@ def erase(eraser: Callable[[Tensor], Tensor], alpha: float = 1.0, pos: Positions
     """Apply an eraser.
 
     Args:
-        eraser: Such as ``probelens.leace(X, y)``.
-        alpha: Dose, 0 to 1.
-        pos: Where; see ``Edit``.
+        Those of ``Erase``.
 
     Returns:
         The edit, to be used as a hook function.

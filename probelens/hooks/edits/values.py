@@ -29,11 +29,11 @@ class Zero(Edit):
 
 @dataclass(frozen=True, eq=False)
 class Mean(Edit):
-    """Mean ablation with given means: one for all positions (d, ...) or one per position (pos, d, ...).
+    """Mean ablation with given means: one for all positions or one per position.
 
     Args:
         pos: Where; see ``Edit``.
-        value: Means over examples. (d, ...) or (pos, d, ...)
+        value: Means over examples: (...) or (pos, ...), where (...) are the axes of the point after batch and pos.
     """
 
     value: Tensor | None = None
@@ -45,13 +45,14 @@ class Mean(Edit):
 
 @dataclass(frozen=True, eq=False)
 class Replace(Edit):
-    """Put given values in place: (...), (pos, ...) or (batch, pos, ...); (batch, ...) at one step.
+    """Put given values in place, as a patch does; (batch, ...) at one step.
 
     At a state point (pos, ...) goes before (batch, ...) where both fit; under ``probelens.at`` that is an error.
 
     Args:
         pos: Where; see ``Edit``.
-        value: What is put in place: (...), (pos, ...) or (batch, pos, ...).
+        value: What is put in place: (...), (pos, ...) or (batch, pos, ...), where (...) are the axes of the point after
+            batch and pos; a number fills.
     """
 
     value: Tensor | None = None
@@ -112,14 +113,7 @@ class Resample(Edit):
     rows: Tensor | None = None
 
     def new(self, tensor: Tensor, hook: HookPoint | None) -> Tensor:
-        """The activations of the drawn examples.
-
-        Args:
-            tensor: The activation where the edit applies. (batch, pos, ...)
-            hook: The hook point, for messages; None outside a model.
-
-        Returns:
-            Rows of ``source``, of the same shape.
+        """The activations of the drawn examples, rows of ``source``.
 
         Raises:
             ShapeError: ``rows`` or ``source`` don't fit the tensor.
@@ -137,8 +131,8 @@ class Resample(Edit):
     def draw(self, batch: int) -> Tensor:
         """The example that each row takes.
 
-        When batch and source have the same size they are taken to be the same examples, and no row
-        takes its own: a random cyclic order of the examples is shifted by one.
+        When batch and source have the same size they are taken to be the same examples, and no row takes its own: a
+        random cyclic order of the examples is shifted by one.
 
         Args:
             batch: Rows of the batch.
@@ -179,9 +173,7 @@ def mean(value: Tensor, pos: Positions = None) -> Mean:
     """Set activations to given means.
 
     Args:
-        value: Means over examples: for all positions (...) or for each (pos, ...), where (...) are
-            the axes of the point after batch and pos.
-        pos: Where; see ``Edit``.
+        Those of ``Mean``.
 
     Returns:
         The edit, to be used as a hook function.
@@ -205,9 +197,7 @@ def replace(value: Tensor, pos: Positions = None) -> Replace:
     """Put given values in place, as a patch does.
 
     Args:
-        value: (...), (pos, ...) or (batch, pos, ...), where (...) are the axes of the point after
-            batch and pos; a number fills.
-        pos: Where; see ``Edit``.
+        Those of ``Replace``.
 
     Returns:
         The edit, to be used as a hook function.
@@ -227,9 +217,7 @@ def add(value: Tensor, alpha: float = 1.0, pos: Positions = None) -> Add:
     """Add a vector.
 
     Args:
-        value: (...), (pos, ...) or (batch, pos, ...), as in ``replace``.
-        alpha: Factor.
-        pos: Where; see ``Edit``.
+        Those of ``Add``.
 
     Returns:
         The edit, to be used as a hook function.
@@ -265,10 +253,7 @@ def resample(source: Tensor, seed: int = 0, pos: Positions = None, *, rows: Tens
     """Set activations to those of other examples: the ablation that stays on distribution.
 
     Args:
-        source: Activations of other runs at the same point. (example, pos, ...)
-        seed: Seeds which example each row takes.
-        pos: Where; see ``Edit``.
-        rows: Choose the examples instead. (batch,)
+        Those of ``Resample``.
 
     Returns:
         The edit, to be used as a hook function.
