@@ -56,9 +56,8 @@ def effect(
     estimate = means[0] - against
     gen = torch.Generator().manual_seed(seed)
     picked = torch.randint(n, (samples, n), generator=gen)
-    weights = torch.zeros(samples, n, dtype=torch.float64).scatter_add_(
-        1, picked, torch.ones(1).double().expand(samples, n)
-    )
+    weights = torch.zeros(samples, n, dtype=torch.float64)
+    weights.scatter_add_(1, picked, torch.ones_like(weights[:1, :1]).expand(samples, n))
     lost = weights @ room
     # A sample in which there is nothing to lose has no scale; with room of both signs it may occur.
     by_sample = (weights @ costs.T / lost[:, None])[lost > 0]

@@ -62,9 +62,8 @@ class ProfileIndices(Result):
         if self.statistics is None:
             table = pd.DataFrame({"statistic": [None], "estimate": [np.nan], "low": [np.nan], "high": [np.nan]})
         else:
-            table = self.statistics.to_dataframe()
+            table = self.statistics.to_dataframe().drop(columns="index")
             table.insert(0, "statistic", list(STATISTICS))
-            table = table.drop(columns="index")
         return table.assign(verdict=self.verdict, n_learned=sum(self.learned), n_trained=len(self.learned))
 
     def plot(self) -> go.Figure:

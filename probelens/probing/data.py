@@ -59,8 +59,7 @@ class Data:
         named = dict(labels) if isinstance(labels, Mapping) else {"label": labels}
         if not named:
             raise InputError("there are no labels to probe: labels is empty")
-        classes: dict[str, Tensor] = {}
-        numbers: dict[str, Tensor] = {}
+        classes, numbers = dict[str, Tensor](), dict[str, Tensor]()
         for name, values in named.items():
             y = _label(str(name), cut(values), mask, shape)
             (numbers if y.is_floating_point() else classes)[str(name)] = y
@@ -142,8 +141,7 @@ def _tokens(
 
 def _sites(acts: Any) -> tuple[dict[str, Tensor], dict[str, int], Tensor | None]:
     """Tensors and layers by site; and which positions were collected, for ``Activations``."""
-    layers: dict[str, int] = {}
-    kept = None
+    layers, kept = dict[str, int](), None
     if isinstance(acts, Tensor):
         tensors = {"activations": acts}
     elif isinstance(acts, Mapping):

@@ -81,7 +81,10 @@ class Fitted:
             for name, fit in fits.items()
         }
         if bool(offset.any()):
-            fits = {name: _moved(fit, offset) for name, fit in fits.items()}
+            fits = {
+                name: dataclasses.replace(fit, intercept=fit.intercept - fit.coef @ offset.to(fit.coef))
+                for name, fit in fits.items()
+            }
         mean = x_train.double().mean(0) + offset
         return cls(fits, guess, mean.float(), (len(x_train), len(x_val)), kept)
 
@@ -90,11 +93,6 @@ class Fitted:
         assert self.train is not None
         shared, ys = self.train
         return Directions.of(shared, self.fits[label].softmax()[0], ys[label])
-
-
-def _moved(fit: LogisticFit, offset: Tensor) -> LogisticFit:
-    """A fit to features less an offset, as one to the features themselves."""
-    return dataclasses.replace(fit, intercept=fit.intercept - fit.coef @ offset.to(fit.coef))
 
 
 def _some(n: int, most: int | None, seed: int) -> Tensor:

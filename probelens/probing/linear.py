@@ -16,7 +16,7 @@ from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
 from probelens.numerics.modes import exact
-from probelens.probing.solvers.factor import Factorised, as_features
+from probelens.probing.solvers.factor import Factorised, as_features, row_weights
 from probelens.probing.solvers.logistic import fit_path
 from probelens.probing.solvers.ridge import ridge_path
 
@@ -55,8 +55,7 @@ class _Linear(BaseEstimator):
         if count != len(x):
             raise ShapeError(f"y has {count} labels for {len(x)} rows of X; give one per row")
         y = check_array(y, ensure_2d=False, allow_nd=True, dtype=None)
-        if hasattr(self, "feature_names_in_"):
-            del self.feature_names_in_
+        self.__dict__.pop("feature_names_in_", None)
         self.n_features_in_ = x.shape[1]
         return x, y
 
@@ -81,8 +80,8 @@ class LinearProbe(ClassifierMixin, _Linear):
         max_iter: Most iterations.
         class_weight: None, "balanced", or weight by class.
         fit_intercept: Whether to fit an intercept, which isn't penalised.
-        standardize: Penalise the weights of standardised features, so that C means the same at every
-            layer. ``coef_`` applies to the features as given all the same.
+        standardize: Penalise the weights of standardised features, so that C means the same at every layer. ``coef_``
+            applies to the features as given all the same.
 
     Attributes:
         classes_: The labels, sorted. (n_classes,)
@@ -144,7 +143,8 @@ class LinearProbe(ClassifierMixin, _Linear):
         x, y = self._training(X, y)
         check_classification_targets(y)
         self.classes_, ids = np.unique(y, return_inverse=True)
-        weight = None if sample_weight is None else _vector(sample_weight, len(y))
+        weights = row_weights(sample_weight, x)
+        weight = None if weights is None else weights.cpu().numpy()
         seen = np.unique(ids if weight is None else ids[weight != 0])
         if len(seen) < 2:
             raise InputError(
@@ -262,9 +262,8 @@ class RidgeProbe(RegressorMixin, _Linear):
         """Fit the probe.
 
         Args:
-            X: Features. (n, d)
+            X, sample_weight: As for ``LinearProbe.fit``.
             y: Targets. (n,) or (n, k)
-            sample_weight: Weight of each row. (n,)
 
         Returns:
             The probe itself.
@@ -274,12 +273,11 @@ class RidgeProbe(RegressorMixin, _Linear):
             ShapeError: Targets or weights don't fit the rows.
         """
         x, y = self._training(X, y, multi_output=True, y_numeric=True)
-        weight = None if sample_weight is None else _vector(sample_weight, len(y))
         (fit,) = ridge_path(
             x,
             torch.as_tensor(np.asarray(y, dtype=np.float64)),
             float(self.alpha),
-            None if weight is None else torch.as_tensor(weight),
+            sample_weight,
             fit_intercept=self.fit_intercept,
             standardize=self.standardize,
         )
@@ -304,15 +302,3 @@ class RidgeProbe(RegressorMixin, _Linear):
 def _tensor(array: np.ndarray) -> Tensor:
     # torch warns about read-only memory, which joblib and pandas hand out.
     return torch.from_numpy(array if array.flags.writeable else array.copy())
-
-
-def _vector(sample_weight: Any, n: int) -> np.ndarray:
-    if isinstance(sample_weight, Tensor):
-        sample_weight = sample_weight.detach().cpu().numpy()
-    weight = np.asarray(sample_weight, dtype=np.float64)
-    weight = np.full(n, float(weight)) if weight.ndim == 0 else weight
-    if weight.shape != (n,):
-        raise ShapeError(f"sample_weight has shape {weight.shape}; it must be ({n},), one per row")
-    if not np.isfinite(weight).all() or (weight < 0).any() or not weight.any():
-        raise InputError("sample_weight must be finite and not negative, and the weights must not all be zero")
-    return weight

@@ -24,8 +24,8 @@ Rows = tuple[Tensor, Tensor]
 class MLPProbe:
     """An MLP with one hidden layer, trained with AdamW until the validation loss no longer falls.
 
-    Deterministic: everything random comes from ``seed``, and the global random state isn't touched. Features
-    are standardised on the training rows.
+    Deterministic: everything random comes from ``seed``, and the global random state isn't touched. Features are
+    standardised on the training rows.
 
     Args:
         hidden: Width of the hidden layer.
@@ -41,8 +41,7 @@ class MLPProbe:
         n_epochs_: Epochs run.
 
     Source:
-        As the check for non-linear residue after a linear erasure: Ravfogel et al. 2020,
-        arXiv 2004.07667, section 5.
+        As the check for non-linear residue after a linear erasure: Ravfogel et al. 2020, arXiv 2004.07667, section 5.
 
     Examples:
         >>> x = torch.randn(600, 2, generator=torch.Generator().manual_seed(0))
@@ -162,10 +161,10 @@ class MLPProbe:
         return [hidden, torch.zeros(self.hidden), out, torch.zeros(self.n_classes_)]
 
 
-def mlp_accuracy(train: Rows, val: Rows, test: Rows, *, seed: int = 0, hidden: int = 64) -> float:
+def mlp_accuracy(train: Rows, val: Rows, test: Rows, *, seed: int = 0) -> float:
     """Test accuracy of an MLP probe; each part has features (n, d) and class ids (n,), ``val`` for early stopping."""
     classes = int(max(y.max() for _, y in (train, val, test))) + 1
-    return MLPProbe(hidden=hidden, seed=seed).fit(*train, *val, n_classes=classes).score(*test)
+    return MLPProbe(seed=seed).fit(*train, *val, n_classes=classes).score(*test)
 
 
 def _forward(x: Tensor, weights: list[Tensor]) -> Tensor:

@@ -158,12 +158,10 @@ class LeaceFitter:
         width = int(z.max()) + 1 if classes and len(z) else 0
         if width > _MAX_CLASSES:
             raise InputError(f"class ids go up to {width - 1}: number the classes that occur from 0")
-        for start in range(0, len(x), _CHUNK):
-            part = to_float64(x[start : start + _CHUNK])
-            label = z[start : start + _CHUNK].to(part.device)
-            if classes:
-                label = torch.nn.functional.one_hot(label.long(), width)
-            label = label.reshape(len(part), -1).to(part.dtype)
+        for some, label in zip(x.split(_CHUNK), z.split(_CHUNK)) if len(x) else ():
+            part, label = to_float64(some), label.to(some.device)
+            label = torch.nn.functional.one_hot(label.long(), width) if classes else label
+            label = label.reshape(len(part), -1).to(part)
             if not bool(torch.isfinite(part).all() and torch.isfinite(label).all()):
                 raise InputError("activations or labels hold NaN or infinity: mask those rows")
             means = part.mean(0), label.mean(0)

@@ -1,8 +1,7 @@
 """Features with what every fit on them shares: centring, eigendecomposition, projections.
 
-Fits for every C, label set, control and INLP step share the same features. `Factorised` does the costly
-part once: the eigendecomposition of the Gram matrix, from which the solver
-preconditions any multinomial problem and ridge regression is solved for every penalty.
+Fits for every C, label set, control and INLP step share the same features. `Factorised` does the costly part once: the
+eigendecomposition of the Gram matrix, which preconditions any multinomial problem and solves ridge for every penalty.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,7 +44,7 @@ class Factorised:
         removed: Orthonormal rows spanning what was projected out, on the scale of x. (k, d)
         fit_intercept: Whether the features are centred.
         refactored: Whether values and vectors are those of the features without what was projected out.
-        memo: Kept for all factorisations that share these features: by name, what it was made of and the tensor. each (...)
+        memo: Tensors that all factorisations of these features share: by name, made of what, and the tensor. each (...)
 
     Units:
         Memory: one copy of the features, plus d² numbers in float64.
@@ -87,13 +87,11 @@ class Factorised:
 
         Args:
             X: Features, a tensor or an array. (n, d)
-            sample_weight: Non-negative weight of each row. (n,)
+            sample_weight: Non-negative weight of each row, or one for all. (n,)
             fit_intercept: Centre the features. Off, models go through the origin.
             standardize: Divide each feature by its standard deviation, so that a penalty treats all equally.
-            precise: Sum the Gram matrix in float64 although the products are float32. Logistic regression
-                only preconditions with it and doesn't need that; ridge regression does, and sees to it.
-            dtype: Dtype of the products: float32 or float64. None: float64 for small float64 features,
-                float32 otherwise.
+            precise: Sum the Gram matrix in float64 although the products are float32, as ridge regression needs.
+            dtype: Of the products: float32 or float64. None: float64 for small float64 features, float32 otherwise.
 
         Returns:
             The factorised features, on the device of X.
@@ -103,7 +101,7 @@ class Factorised:
             InputError: No rows, NaN or infinity, or weights that are negative or sum to zero.
         """
         source = as_features(X)
-        weight = _weights(sample_weight, source)
+        weight = row_weights(sample_weight, source)
         total = float(len(source)) if weight is None else float(weight.sum())
         if dtype is None:
             small = source.dtype == torch.float64 and source.numel() <= _SMALL
@@ -150,10 +148,8 @@ class Factorised:
         """
         if dtype == self.x.dtype:
             return self.x
-        key = str(dtype)
-        if key not in self._exact:
-            source = self._source.double()
-            self._exact[key] = ((source - self.mean) / self.scale).to(dtype)
+        if (key := str(dtype)) not in self._exact:
+            self._exact[key] = ((self._source.double() - self.mean) / self.scale).to(dtype)
         return self._exact[key]
 
     def rotation(self) -> Tensor:
@@ -171,10 +167,8 @@ class Factorised:
         stay, and weights and gradients are projected.
 
         Args:
-            basis: Directions to remove in the space of the features as given, in addition to those
-                removed already. (k, d)
-            refactor: Recompute the eigendecomposition, O(d³). The solver doesn't need it: it inverts
-                within the complement of the removed directions.
+            basis: Further directions to remove, in the space of the features as given. (k, d)
+            refactor: Recompute the eigendecomposition, O(d³). The solver doesn't need it.
 
         Returns:
             Features that share this one's memory.
@@ -224,8 +218,8 @@ class Factorised:
             The products. (k, d)
         """
         out = torch.zeros(columns.shape[1], self.d, dtype=torch.float64, device=self.x.device)
-        for rows in _chunks(self.n, _CHUNK):
-            out += columns[rows].double().T @ self.x[rows].double()
+        for some, x in zip(columns.split(_CHUNK), self.x.split(_CHUNK), strict=True):
+            out += some.double().T @ x.double()
         return out
 
     @exact
@@ -266,14 +260,17 @@ def as_features(X: Any) -> Tensor:
     return x
 
 
-def _weights(sample_weight: Any, x: Tensor) -> Tensor | None:
+def row_weights(sample_weight: Any, x: Tensor) -> Tensor | None:
+    """Weights of the rows in float64, checked; a single number holds for all. (n,)"""
     if sample_weight is None:
         return None
-    weight = torch.as_tensor(sample_weight, device=x.device).detach().double()
+    given = sample_weight if isinstance(sample_weight, Tensor) else np.asarray(sample_weight, dtype=np.float64)
+    weight = torch.as_tensor(given, device=x.device).detach().double()
+    weight = weight.expand(len(x)).clone() if weight.ndim == 0 else weight
     if weight.shape != x.shape[:1]:
         raise ShapeError(f"sample_weight has shape {tuple(weight.shape)}; it must be ({len(x)},), one per row")
     if not bool(torch.isfinite(weight).all()) or bool((weight < 0).any()) or float(weight.sum()) <= 0:
-        raise InputError("sample_weight must be finite, not negative, and not all zero")
+        raise InputError("sample_weight must be finite and not negative, and the weights must not all be zero")
     return weight
 
 
