@@ -25,8 +25,7 @@ def causal_conv(
         need_state: False to skip the second result, which is then empty.
 
     Returns:
-        Output (batch, pos, channel), and the last inputs, as a later call's ``state``
-        (batch, channel, kernel size).
+        Output (batch, pos, channel), and the last inputs, as a later call's ``state`` (batch, channel, kernel size).
 
     Raises:
         ShapeError: A state of another shape.

@@ -201,13 +201,9 @@ def mamba2_mixer(
     Args:
         module: A mixer with ``in_proj, conv1d, dt_bias, A_log, D, out_proj`` and mostly ``norm``, the gated
             RMS norm, in transformers' or in mamba-ssm's form.
-        hidden: Input. (batch, pos, d_model)
-        tap: Listens and edits; None for nobody.
+        Those of ``mamba_mixer``.
         conv_state: Inputs of the convolution before ``hidden``. (batch, d_conv, kernel size or one less)
         ssm_state: State before the first position. (batch, heads, d_head, d_state)
-        attention_mask: 1 for real positions, 0 for padding. (batch, pos)
-        return_state: Also give the state after the last position.
-        offset: Position of ``hidden[:, 0]`` in the whole sequence, for taps.
 
     Returns:
         Output (batch, pos, d_model); with ``return_state`` a pair of it and a ``MambaState``.

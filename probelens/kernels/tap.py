@@ -66,8 +66,7 @@ class Tap(Protocol):
 
         Args:
             name: State point, by the kernel's short name.
-            length: How many steps there are, to count negative positions from the end; None where that
-                isn't known.
+            length: How many steps there are, to count negative positions from the end; None where that isn't known.
 
         Returns:
             Positions in order; None for every step.
@@ -130,7 +129,7 @@ def segments(positions: Iterable[int], length: int) -> list[tuple[int, int, bool
 
 
 def steps_to_offer(tap: Tap, names: Iterable[str], length: int, offset: int = 0) -> list[int] | None:
-    """Steps of this call, sorted, at which a kernel has to stop for one or more state points; None for every one.
+    """Steps of this call, sorted, at which a kernel has to stop for one or more state points; None for all.
 
     ``offset`` is the position of the first of ``length`` steps in the whole sequence.
     """
@@ -152,7 +151,7 @@ def offer(tap: Tap, name: str, tensor: Tensor) -> Tensor:
 
 
 def offer_last_use(tap: Tap, name: str, trajectory: Tensor, length: int) -> None:
-    """Offer a whole trajectory that the kernel doesn't use again; a tap with ``offer_last_use`` may keep it as it is."""
+    """Offer a trajectory that the kernel doesn't use again; a tap with ``offer_last_use`` may keep it as it is."""
     hand_over: Callable[[str, Tensor, int | None, int | None], Tensor] = getattr(tap, "offer_last_use", tap)
     hand_over(name, trajectory, None, length)
 

@@ -22,7 +22,7 @@ from probelens.tasks.baselines import baselines
 from probelens.tasks.data import IGNORE, Batch, Exclude, PatchPairs, parts_of
 from probelens.tasks.drawing.arguments import rng_from, sizes_of
 from probelens.tasks.drawing.distinct import avoid, hashed, unique
-from probelens.tasks.drawing.pairs import Pairs, change_one_token
+from probelens.tasks.drawing.pairs import Pairs, collect_pairs
 from probelens.tasks.vocabulary import Vocabulary, to_int64
 
 __all__ = ["Task"]
@@ -43,10 +43,7 @@ class Task(Vocabulary, ABC):
         bos: Put a BOS token in front.
 
     Attributes:
-        name: Short name.
         vocab: Token strings, BOS last where there is one.
-        target: Label that models are trained on.
-        bos: Whether strings begin with a BOS token.
 
     Raises:
         InputError: target isn't one of the labels.
@@ -122,7 +119,7 @@ class Task(Vocabulary, ABC):
         return None
 
     def draw_pairs(self, n: int, length: int, read: int, label: str, rng: np.random.Generator) -> Pairs:
-        """Draw clean strings, and the same strings with one early token changed.
+        """Draw clean strings, and the same strings with one random token of the first half of [0, read] changed.
 
         Args:
             n: Number of pairs.
@@ -137,11 +134,22 @@ class Task(Vocabulary, ABC):
         Raises:
             InputError: No such pair exists, or none was found.
         """
-        what = f"{self.name} whose {label!r} at position {read} depends on an early token"
-        draw = partial(self.draw, length=length, rng=rng)
-        return change_one_token(
-            draw, self.legal, lambda symbols: self.annotate(symbols)[label], n, self.n_symbols, read, rng, what
-        )
+        rows = np.arange(max(n, 64))
+
+        def attempt() -> Pairs:
+            clean = np.array(self.draw(len(rows), length, rng), dtype=np.int64)
+            edit = rng.integers(0, read // 2 + 1, len(rows))
+            corrupted, other = clean.copy(), rng.integers(1, max(self.n_symbols, 2), len(rows))
+            corrupted[rows, edit] = (clean[rows, edit] + other) % self.n_symbols
+            good = (corrupted[rows, edit] != clean[rows, edit]) & (edit < read) & self.legal(corrupted)
+            clean, corrupted, edit = clean[good], corrupted[good], edit[good]
+            if not len(clean):
+                return clean, corrupted, edit
+            before, after = (self.annotate(symbols[:, : read + 1])[label][:, -1] for symbols in (clean, corrupted))
+            good = (before != after) & (before >= 0) & (after >= 0)
+            return clean[good], corrupted[good], edit[good]
+
+        return collect_pairs(attempt, n, f"{self.name} whose {label!r} at position {read} depends on an early token")
 
     # Derived from it
 
@@ -174,8 +182,7 @@ class Task(Vocabulary, ABC):
 
         Args:
             sizes: Number of strings per split, for example ``{"train": 6000, "test": 2000}``.
-            length: Tokens in each string, BOS not counted.
-            seed: As in `sample`.
+            length, seed: As for ``Task.sample``.
 
         Returns:
             One batch per split; groups are numbered through all of them. Whole strings differ; the labels of
@@ -215,9 +222,7 @@ class Task(Vocabulary, ABC):
 
         Args:
             batch_size: Strings per batch.
-            length: Tokens in each string, BOS not counted.
-            seed: As in `sample`.
-            exclude: Held-out strings that are never drawn, as in `sample`.
+            length, seed, exclude: As for ``Task.sample``.
             start: Number of the first batch. Batch i depends on seed and i only, so a resumed run that starts
                 at step i sees what the uninterrupted one would have seen.
 
@@ -272,8 +277,7 @@ class Task(Vocabulary, ABC):
 
         Args:
             n: Number of pairs.
-            length: Tokens in each string, BOS not counted.
-            seed: As in `sample`.
+            length, seed: As for ``Task.sample``.
             label: Whose classes the answers are; the target when left out.
             read_pos: Position that is read, BOS counted; the last one when left out.
 
@@ -316,9 +320,7 @@ class Task(Vocabulary, ABC):
 
     def _batch(self, symbols: np.ndarray, first_group: int = 0) -> Batch:
         labels = {name: torch.from_numpy(to_int64(values)) for name, values in self.annotate(symbols).items()}
-        mask = torch.ones(symbols.shape, dtype=torch.bool)
-        for values in labels.values():
-            mask &= values >= 0
+        mask = torch.stack([values >= 0 for values in labels.values()]).all(0)
         labels = {name: values.masked_fill(~mask, IGNORE) for name, values in labels.items()}
         if self.bos:
             mask = pad(mask, (1, 0), value=False)

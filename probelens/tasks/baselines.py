@@ -136,14 +136,7 @@ def _mode(context: np.ndarray, labels: np.ndarray, n_contexts: int, n_classes: i
 
 
 def windows(*tokens: np.ndarray) -> Iterator[list[np.ndarray]]:
-    """Number the windows of the last 1, 2, … tokens at each position; equal windows have one number.
-
-    Args:
-        *tokens: Token ids. each (batch, pos)
-
-    Yields:
-        Numbers from 0 for each of ``tokens``, of one more token each time. each (batch, pos)
-    """
+    """Numbers the windows of the last 1, 2, … tokens, equal windows alike. each (batch, pos) -> each (batch, pos)"""
     start = 1 + max(int(x.max(initial=0)) for x in tokens)  # stands for what comes before the first token
     ids = [np.zeros(x.shape, np.int64) for x in tokens]
     for back in itertools.count():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -59,9 +59,7 @@ class Batch:
         if attention is not None:
             attention = _mask(torch.as_tensor(attention).bool(), tokens, "tokens")
             mask = mask & attention
-        groups = self.groups
-        if groups is None:
-            groups = torch.arange(len(tokens), device=tokens.device)
+        groups = torch.arange(len(tokens), device=tokens.device) if self.groups is None else self.groups
         groups = _integers("groups", groups, (len(tokens),), "one id per sequence")
         if not isinstance(self.labels, Mapping):
             raise InputError(
@@ -90,9 +88,7 @@ class Batch:
     def __getitem__(self, index: Index) -> Batch:
         """The chosen sequences as a Batch; a single integer gives a batch of one."""
         at = _index(index, len(self), self.tokens.device)
-        labels = {name: values[at] for name, values in self.labels.items()}
-        attention = None if self.attention_mask is None else self.attention_mask[at]
-        return Batch(self.tokens[at], labels, self.mask[at], self.groups[at], attention)
+        return self._map(lambda values: values[at])
 
     def to(self, device: str | torch.device) -> Batch:
         """The same batch with every tensor on ``device``.
@@ -103,9 +99,11 @@ class Batch:
         Returns:
             A new batch.
         """
-        labels = {name: values.to(device) for name, values in self.labels.items()}
-        attention = None if self.attention_mask is None else self.attention_mask.to(device)
-        return Batch(self.tokens.to(device), labels, self.mask.to(device), self.groups.to(device), attention)
+        return self._map(lambda values: values.to(device))
+
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> Batch:
+        labels = {name: fn(values) for name, values in self.labels.items()}
+        return replace(self, labels=labels, **_mapped(self, fn))
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,8 +121,7 @@ class PatchPairs:
 
     Raises:
         ShapeError: The tensors don't fit each other.
-        InputError: A wrong dtype, a position outside the sequence, equal tokens at edit_pos, or equal
-            answers.
+        InputError: A wrong dtype, a position outside the sequence, equal tokens at edit_pos, or equal answers.
 
     Examples:
         >>> pairs = PatchPairs(
@@ -203,15 +200,7 @@ class PatchPairs:
         return self._map(lambda values: values.to(device))
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> PatchPairs:
-        return PatchPairs(
-            fn(self.clean),
-            fn(self.corrupted),
-            fn(self.edit_pos),
-            fn(self.read_pos),
-            fn(self.answers),
-            fn(self.mask),
-            self.label,
-        )
+        return replace(self, **_mapped(self, fn))
 
 
 Exclude = Batch | Tensor | Iterable[Batch | Tensor] | Mapping[str, Batch]
@@ -231,6 +220,10 @@ def parts_of(exclude: Exclude | None) -> list[Batch | Tensor]:
     if isinstance(exclude, Mapping):
         return list(exclude.values())
     return [exclude] if isinstance(exclude, Batch | Tensor) else list(exclude)
+
+
+def _mapped(data: Any, fn: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    return {name: fn(values) for name, values in vars(data).items() if isinstance(values, Tensor)}
 
 
 def _set(target: Any, **values: Any) -> None:

@@ -133,12 +133,9 @@ class Dyck(Task):
         """Pairs as `Task.pairs`, of two kinds.
 
         Args:
-            n: Number of pairs.
-            length: Tokens in each string, BOS not counted.
-            seed: As in `sample`.
-            label: Whose classes the answers are. When left out, the target if this kind changes it; otherwise
-                "top" for kind "type" and "depth" for kind "depth".
-            read_pos: Where to read, BOS counted; the last position when left out.
+            Those of ``Task.pairs``.
+            label: Whose classes the answers are. When left out, the target if this kind changes it; otherwise "top" for
+                kind "type" and "depth" for kind "depth".
             kind: "type" or "depth". When left out, the one that changes the label.
 
         Returns:
@@ -178,11 +175,7 @@ class Dyck(Task):
         """Strings in which one bracket is changed, so that depth or type differs at ``read``.
 
         Args:
-            n: Number of pairs.
-            length: Tokens in each string, BOS not counted.
-            read: Position that is read, BOS not counted.
-            label: Whose classes must differ there.
-            rng: The only source of randomness.
+            Those of ``Task.draw_pairs``.
             kind: "depth" or "type": what the changed bracket changes.
         """
         window = slice(0, read // 2 + 1)

@@ -18,14 +18,13 @@ _ZERO, _ONE, _WRITE, _READ, _IGNORE = range(5)
 class FlipFlop(Task):
     """Instructions and bits in turn: "w" writes the bit that follows, "i" asks to ignore it, "r" reads.
 
-    The first instruction is a write; the others are drawn independently. After w and i the bit is random,
-    after r it is the bit last written. Rarer writes make longer memories: the paper trains with ignore = 0.8
-    and tests with 0.98 and 0.1. Its strings also end in a read; here they end anywhere, so that the law at a
-    position doesn't depend on the length.
+    The first instruction is a write; the others are drawn independently. After w and i the bit is random, after r it
+    is the bit last written. Rarer writes make longer memories: the paper trains with ignore = 0.8 and tests with 0.98
+    and 0.1. Its strings also end in a read; here they end anywhere, so that the law at a position doesn't depend on
+    the length.
 
     Labels:
-        - ``state``: The bit last written, counting a write at its bit. Undefined, and masked, at the first
-          token.
+        - ``state``: The bit last written, counting a write at its bit. Undefined, and masked, at the first token.
         - ``recall``: At "r" the bit that must come next, elsewhere "none". 3 classes.
 
     Pairs:
@@ -100,10 +99,8 @@ class FlipFlop(Task):
         """Pairs as `Task.pairs`; ``label="recall"`` is read at an instruction.
 
         Args:
-            n: Number of pairs.
+            Those of ``Task.pairs``.
             length: Tokens in each string, BOS not counted; at least 3.
-            seed: As in `sample`.
-            label: Whose classes the answers are; the target when left out.
             read_pos: Where to read, BOS counted. When left out the last position, or the last instruction for
                 "recall".
 

@@ -21,20 +21,18 @@ _SETS = ("all", "nontrivial", "transpositions", "adjacent", "cycles", "step")
 class GroupWords(Task):
     """Running product of a word over a finite group: y_t = g_1 g_2 … g_t.
 
-    The generators g_t are drawn uniformly from a stated set. The set decides what the position alone tells: with
-    all elements y_t is uniform at every t; transpositions alternate the sign, so that t tells half of
-    S_n.
+    The generators g_t are drawn uniformly from a stated set. The set decides what the position alone tells: with all
+    elements y_t is uniform at every t; transpositions alternate the sign, so that t tells half of S_n.
 
-    Elements are written as permutations in one-line notation ("021" sends 0→0, 1→2, 2→1), or as residues for
-    Z_n. A product of permutations acts left to right: first g_1, then g_2.
+    Elements are written as permutations in one-line notation ("021" sends 0→0, 1→2, 2→1), or as residues for Z_n. A
+    product of permutations acts left to right: first g_1, then g_2.
 
     Labels:
         - ``state``: The element. n classes, in lexicographic order, so the identity is class 0.
         - ``sign``: Even or odd (S_n only). It is the running parity of the signs, blind to the rest.
-        - ``mod_sign``: What is left of the element once the sign is known (S_n, n ≥ 3): write y = a sʲ with a
-          even, s the swap of the first two points and j the sign; the label is a. n!/2 classes, 3 for S3,
-          where it is the rotation. (sign, mod_sign) and state determine each other, and the sign steers which
-          way a turns.
+        - ``mod_sign``: What is left of the element once the sign is known (S_n, n ≥ 3): write y = a sʲ with a even, s
+          the swap of the first two points and j the sign; the label is a. n!/2 classes, 3 for S3, where it is the
+          rotation. (sign, mod_sign) and state determine each other, and the sign steers which way a turns.
 
     Pairs:
         One generator of the first half is replaced by another. For ``label="sign"`` by one of the other sign.
@@ -42,8 +40,7 @@ class GroupWords(Task):
     Args:
         group: "Z2" … "Z256", "S2" … "S6", "A3" … "A6".
         generators: "all" elements; "nontrivial" leaves out the identity; "transpositions" and "adjacent"
-            transpositions (S_n); "cycles", the 3-cycles (A_n); "step", +1 and −1 (Z_n); or a list of element
-            names.
+            transpositions (S_n); "cycles", the 3-cycles (A_n); "step", +1 and −1 (Z_n); or a list of element names.
         target: Label that models are trained on.
         bos: Put a BOS token in front.
 
@@ -52,12 +49,11 @@ class GroupWords(Task):
         table: Class id of each product. (n, n)
 
     Raises:
-        InputError: An unknown group or generator, generators that don't reach the whole group, or a label the
-            group lacks.
+        InputError: An unknown group or generator, generators that don't reach the whole group, or a label the group
+            lacks.
 
     Source:
-        Word problems as state tracking: Liu et al. 2023, arXiv 2210.10749; Merrill et al. 2024, arXiv
-        2404.08819.
+        Word problems as state tracking: Liu et al. 2023, arXiv 2210.10749; Merrill et al. 2024, arXiv 2404.08819.
 
     Examples:
         >>> task = GroupWords("S3", generators="transpositions")

@@ -15,24 +15,11 @@ from probelens.errors import InputError
 from probelens.tasks.data import Batch
 from probelens.tasks.drawing.arguments import choice
 
-__all__ = ["BOS", "Vocabulary", "to_int64"]
-
 BOS = "<bos>"
 
 
 class Vocabulary:
-    """Token strings and class names, by id; the arguments are those of `Task`.
-
-    Args:
-        name: Short name, used in tables and files.
-        symbols: The token strings, without BOS.
-        classes: Class names of each label.
-        target: The label that models are trained on.
-        bos: Put a BOS token in front.
-
-    Raises:
-        InputError: target isn't one of the labels.
-    """
+    """Token strings and class names, by id; the arguments are those of `Task`."""
 
     def __init__(
         self, name: str, symbols: Sequence[str], classes: Mapping[str, Sequence[str]], *, target: str, bos: bool = False

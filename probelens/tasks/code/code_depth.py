@@ -25,13 +25,13 @@ __all__ = ["CodeDepth"]
 class CodeDepth(Task):
     """Nesting depth at every token of Python functions, for any tokenizer.
 
-    Sequences are functions and methods, cut after ``length`` tokens or padded to them; the mask is False on
-    padding. ``groups`` holds the module (or repository) of each, and `splits` and ``exclude`` keep whole
-    modules apart. Functions that differ only in white space and comment lines are taken once.
+    Sequences are functions and methods, cut after ``length`` tokens or padded to them; the mask is False on padding.
+    ``groups`` holds the module (or repository) of each, and `splits` and ``exclude`` keep whole modules apart.
+    Functions that differ only in white space and comment lines are taken once.
 
-    Labels are those of ``tokenize`` after the token's last character, so a token such as "):" counts as
-    closed. Three quarters of all characters are at depth 0 and fewer than 1 in 2,000 at 4 or more: report
-    balanced accuracy. The default corpus differs between Python versions; ``digest`` says which one it was.
+    Labels are those of ``tokenize`` after the token's last character, so a token such as "):" counts as closed. Three
+    quarters of all characters are at depth 0 and fewer than 1 in 2,000 at 4 or more: report balanced accuracy. The
+    default corpus differs between Python versions; ``digest`` says which one it was.
 
     Labels:
         - ``depth``: Open ( [ { outside strings and comments; the last class also holds what is deeper.
@@ -44,9 +44,9 @@ class CodeDepth(Task):
 
     Args:
         tokenizer: A fast tokenizer of transformers, a ``tokenizers.Tokenizer``, or None for UTF-8 bytes.
-        corpus: "stdlib", the standard library of the running Python without its tests; a folder of Python
-            files, grouped by the first folder or file in it; a .jsonl or .jsonl.gz file with the fields of
-            CodeSearchNet, grouped by repository; or pairs (group, source text).
+        corpus: "stdlib", the standard library of the running Python without its tests; a folder of Python files,
+            grouped by the first folder or file in it; a .jsonl or .jsonl.gz file with the fields of CodeSearchNet,
+            grouped by repository; or pairs (group, source text).
         max_depth: The last class, which also holds greater depths.
         max_indent: The last class, which also holds greater indents.
         min_chars: Shorter functions are left out.
@@ -58,8 +58,7 @@ class CodeDepth(Task):
         digest: Hash of the functions, in order.
 
     Raises:
-        InputError: A corpus that can't be read or holds no function, a slow tokenizer, or an argument out of
-            range.
+        InputError: A corpus that can't be read or holds no function, a slow tokenizer, or an argument out of range.
 
     Source:
         CodeSearchNet: Husain et al. 2019, arXiv 1909.09436.
@@ -131,8 +130,8 @@ class CodeDepth(Task):
             Fraction by class name; they add up to 1.
         """
         label = self._label(label)
-        levels = np.concatenate([level[1:] for level in self._levels(label)])
-        counts = np.bincount(self._clip(label, levels), minlength=self.n_classes[label])
+        levels = np.concatenate([self._levels(label, index)[1:] for index in range(len(self._groups))])
+        counts = np.bincount(levels, minlength=self.n_classes[label])
         return dict(zip(self.class_names(label), (counts / counts.sum()).tolist(), strict=True))
 
     def draw(self, n: int, length: int, rng: np.random.Generator) -> np.ndarray:
@@ -283,11 +282,9 @@ class CodeDepth(Task):
             )
         return self._code_batch(rng.choice(left, n, replace=False), length)
 
-    def _levels(self, label: str) -> list[np.ndarray]:
-        return self._corpus.depths if label == "depth" else self._corpus.indents
-
-    def _clip(self, label: str, levels: np.ndarray) -> np.ndarray:
-        return levels.clip(0, self.n_classes[label] - 1)
+    def _levels(self, label: str, index: int) -> np.ndarray:
+        levels = self._corpus.depths if label == "depth" else self._corpus.indents
+        return levels[index].clip(0, self.n_classes[label] - 1)
 
     def _ids(self, indices: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
         new = [i for i in indices if i not in self._encoded]
@@ -297,23 +294,17 @@ class CodeDepth(Task):
 
     def _code_batch(self, indices: np.ndarray, length: int) -> Batch:
         shape = (len(indices), length + self.bos)
-        tokens = np.full(shape, self._encoder.pad, dtype=np.int64)
-        labels = {label: np.full(shape, IGNORE, dtype=np.int64) for label in self.label_names}
-        mask = np.zeros(shape, dtype=bool)
+        tokens, mask = torch.full(shape, self._encoder.pad), torch.zeros(shape, dtype=torch.bool)
+        labels = {label: torch.full(shape, IGNORE) for label in self.label_names}
         if self.bos and self._encoder.bos is not None:
             tokens[:, 0] = self._encoder.bos
         for row, (index, (ids, ends)) in enumerate(zip(indices.tolist(), self._ids(indices.tolist()), strict=True)):
             filled = slice(int(self.bos), int(self.bos) + min(len(ids), length))
-            tokens[row, filled] = ids[:length]
+            tokens[row, filled] = torch.from_numpy(ids[:length])
             mask[row, filled] = True
             for label, values in labels.items():
-                values[row, filled] = self._clip(label, self._levels(label)[index][ends[:length]])
-        return Batch(
-            torch.from_numpy(tokens),
-            {label: torch.from_numpy(values) for label, values in labels.items()},
-            torch.from_numpy(mask),
-            torch.from_numpy(self._groups[indices].astype(np.int64)),
-        )
+                values[row, filled] = torch.from_numpy(self._levels(label, index)[ends[:length]]).long()
+        return Batch(tokens, labels, mask, torch.from_numpy(self._groups[indices]))
 
     def _places(self, index: int, length: int, read: int | None) -> list[tuple[int, int, int]]:
         """(edit, read, id of the comma) for each bracket of a function that a pair can be made of."""

@@ -21,8 +21,6 @@ import numpy as np
 from probelens.errors import InputError
 from probelens.tasks.code.nesting import nesting
 
-__all__ = ["STDLIB", "Corpus", "Source", "load"]
-
 STDLIB = "stdlib"
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 _CODE, _GROUP = ("code", "whole_func_string", "original_string"), ("repo", "repository_name")

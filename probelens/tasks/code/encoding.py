@@ -9,26 +9,8 @@ import numpy as np
 
 from probelens.errors import InputError
 
-__all__ = ["ByteEncoder", "Encoder", "OffsetEncoder", "encoder_for"]
 
-
-class Encoder:
-    """The interface through which `CodeDepth` uses a tokenizer."""
-
-    vocab: tuple[str, ...]
-    pad: int
-    bos: int | None
-
-    def __call__(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Ids, and the number of characters read after each token. both (n_tokens,) int32"""
-        raise NotImplementedError
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of some ids."""
-        raise NotImplementedError
-
-
-class ByteEncoder(Encoder):
+class ByteEncoder:
     """UTF-8 bytes, then padding (id 256) and BOS (id 257)."""
 
     def __init__(self) -> None:
@@ -36,6 +18,7 @@ class ByteEncoder(Encoder):
         self.vocab, self.pad, self.bos = (*shown, "<pad>", "<bos>"), 256, 257
 
     def __call__(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Ids, and the number of characters read after each token. both (n_tokens,) int32"""
         out = []
         for text in texts:
             ids = np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8)
@@ -47,7 +30,7 @@ class ByteEncoder(Encoder):
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
 
 
-class OffsetEncoder(Encoder):
+class OffsetEncoder:
     """A fast Hugging Face tokenizer, from ``transformers`` or ``tokenizers``."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -82,7 +65,7 @@ class OffsetEncoder(Encoder):
         return str(self.tokenizer.decode(list(ids)))
 
 
-def encoder_for(tokenizer: Any) -> Encoder:
+def encoder_for(tokenizer: Any) -> ByteEncoder | OffsetEncoder:
     """The encoder of a tokenizer; bytes when it is None."""
     if tokenizer is None:
         return ByteEncoder()

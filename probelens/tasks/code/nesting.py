@@ -8,26 +8,17 @@ import tokenize
 
 import numpy as np
 
-__all__ = ["nesting"]
-
 # Python 3.12 began to take f-strings apart.
 _FSTRING_START, _FSTRING_END = getattr(token, "FSTRING_START", -1), getattr(token, "FSTRING_END", -1)
-_OPENERS, _CLOSERS = frozenset("([{"), frozenset(")]}")
+_SIGNS = dict.fromkeys("([{", 1) | dict.fromkeys(")]}", -1)
 
 
 def nesting(code: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """Bracket depth and indent depth after each character.
+    """Bracket and indent depth after the first i characters, each (len(code) + 1,) int16; None for unreadable text.
 
-    Brackets are those that ``tokenize`` calls operators, so none in strings, comments or, on every Python
-    version, f-strings. An indent counts from the last character of its white space, a dedent from the first
-    character of the line's first token. A value depends on the text up to its character only.
-
-    Args:
-        code: Source text with ``\\n`` line ends.
-
-    Returns:
-        Two arrays whose entry i is the depth after the first i characters, each (len(code) + 1,) int16; None
-        where ``tokenize`` can't read the text or a closer has no opener.
+    Brackets are those that ``tokenize`` calls operators, so none in strings, comments or, on every Python version,
+    f-strings. An indent counts from the last character of its white space, a dedent from the first character of the
+    line's first token. A value depends on the text up to its character only.
     """
     starts = np.cumsum([0, *(len(line) + 1 for line in code.split("\n"))]).tolist()
     # +p or −p for a level that opens or closes once p characters are read.
@@ -36,11 +27,8 @@ def nesting(code: str) -> tuple[np.ndarray, np.ndarray] | None:
     in_fstring = 0
     try:
         for kind, text, (row, col), end, _ in tokenize.generate_tokens(io.StringIO(code).readline):
-            if kind == token.OP:
-                if text in _OPENERS and not in_fstring:
-                    brackets.append(starts[end[0] - 1] + end[1])
-                elif text in _CLOSERS and not in_fstring:
-                    brackets.append(-(starts[end[0] - 1] + end[1]))
+            if kind == token.OP and text in _SIGNS and not in_fstring:
+                brackets.append(_SIGNS[text] * (starts[end[0] - 1] + end[1]))
             elif kind == token.INDENT:
                 indents.append(starts[end[0] - 1] + end[1])
             elif kind == token.DEDENT:

@@ -11,8 +11,6 @@ import numpy as np
 from probelens.errors import InputError, nearest
 from probelens.numerics.tensors import whole_number
 
-__all__ = ["choice", "probability", "rng_from", "sizes_of"]
-
 
 def probability(name: str, value: Any, high: float = 1.0) -> float:
     """``value`` as a float within [0, high), or an InputError that names the argument."""

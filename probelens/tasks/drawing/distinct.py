@@ -8,8 +8,6 @@ import numpy as np
 
 from probelens.errors import InputError
 
-__all__ = ["ROUNDS", "avoid", "hashed", "unique"]
-
 # Rounds of drawing after which a search for strings is given up.
 ROUNDS = 400
 

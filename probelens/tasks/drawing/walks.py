@@ -1,16 +1,13 @@
 """Random walks between 0 and a top whose law at a position is the same in every longer string.
 
-A walk is a Markov chain with three moves, up, down and stay. Left alone it needs about top² steps to forget
-that it started at 0, so that deep states would be rarer in short strings than in long ones. `to_stationary`
-changes the first 2·top steps, by dynamic programming over the paths, so that the chain has its stationary law
-exactly from then on.
+A walk is a Markov chain with three moves, up, down and stay. Left alone it needs about top² steps to forget that it
+started at 0, so that deep states would be rarer in short strings than in long ones. `to_stationary` changes the first
+2·top steps, by dynamic programming over the paths, so that the chain has its stationary law exactly from then on.
 """
 
 from __future__ import annotations
 
 import numpy as np
-
-__all__ = ["CHANGE", "DOWN", "STAY", "UP", "bridge", "clipped", "plain", "reflected", "step", "to_stationary", "walk"]
 
 UP, DOWN, STAY = 0, 1, 2
 CHANGE = np.array([1, -1, 0], dtype=np.intp)
@@ -35,18 +32,11 @@ def clipped(top: int, stay: float) -> Kernel:
 
 
 def to_stationary(kernel: Kernel, law: np.ndarray) -> np.ndarray:
-    """Thresholds of the chain from 0 that follows ``law`` exactly after 2·top steps.
+    """Thresholds of the chain from 0 that follows ``law`` after 2·top steps. (top + 1,) -> (2·top + 1, top + 1, 2)
 
-    This is Doob's transform: among all chains with that law at step 2·top, the one closest to the kernel in
-    relative entropy. Where the kernel alternates between odd and even depths, the law is restricted to the
-    depths of the right parity.
-
-    Args:
-        kernel: The moves.
-        law: Its stationary law. (top + 1,)
-
-    Returns:
-        One row per step, the last one for all later steps. (2·top + 1, top + 1, 2)
+    This is Doob's transform: among all chains with that law at step 2·top, the one closest to the kernel in relative
+    entropy. Where the kernel alternates between odd and even depths, the law is restricted to the right parity. The
+    last row is for all later steps.
     """
     probability, target = kernel
     steps = 2 * (len(law) - 1)
@@ -67,11 +57,7 @@ def plain(kernel: Kernel) -> np.ndarray:
 
 
 def bridge(kernel: Kernel, steps: int) -> np.ndarray:
-    """Thresholds of the chain that is at 0 after a given number of steps.
-
-    Returns:
-        Row s is for the step after which s more remain. (steps, top + 1, 2)
-    """
+    """Thresholds of the chain at 0 after ``steps``; row s: the step after which s remain. (steps, top + 1, 2)"""
     probability, target = kernel
     weight = np.eye(len(probability))[0]
     rows = []
