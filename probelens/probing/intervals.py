@@ -35,9 +35,7 @@ def r2_interval(
     """R² of guesses at the rows that count, (row,), with its 95 % interval over groups; ``keep`` is (n, pos)."""
 
     def per_sequence(values: Tensor) -> Tensor:
-        table = torch.zeros(keep.shape, dtype=torch.float64)
-        table[keep] = values
-        return table.sum(1)
+        return torch.zeros(keep.shape, dtype=torch.float64).masked_scatter(keep, values).sum(1)
 
     wrong, spread = per_sequence((guess - truth).square()), per_sequence((truth - truth.mean()).square())
     if not bool(spread.sum() > 0):

@@ -105,10 +105,8 @@ class MLPProbe:
                 self.n_epochs_ = epoch + 1
                 if now < best - 1e-4:
                     best, kept, waited = now, [w.detach().clone() for w in weights], 0
-                else:
-                    waited += 1
-                    if waited >= self.patience:
-                        break
+                elif (waited := waited + 1) >= self.patience:
+                    break
         self.weights_, self.val_loss_ = kept, best
         return self
 

@@ -46,8 +46,7 @@ class PositionProbes:
 def position_probes(x: Tensor, labels: Tensor, mask: Tensor, split: Split) -> PositionProbes:
     """One ridge classifier per position, the penalty shared and chosen on validation.
 
-    A position has one row per sequence, few for its width, and a least-squares fit to the classes is
-    solved for all penalties by one singular value decomposition.
+    A least-squares fit to the classes is solved for all penalties by one singular value decomposition.
 
     Args:
         x: Activations. (n, pos, d)
@@ -81,9 +80,7 @@ def position_probes(x: Tensor, labels: Tensor, mask: Tensor, split: Split) -> Po
         guesses[:, keep[:, t], t] = scores[1].argmax(-1)
     best = len(_ALPHAS) - 1 - int(right.flip(0).argmax())  # on a tie the larger penalty
     hits = (guesses[best] == truth) & keep
-    return PositionProbes(
-        hits[keep].double().mean().item(), (hits.double().sum(0) / keep.double().sum(0)).float(), _ALPHAS[best]
-    )
+    return PositionProbes(share(hits[keep]), by_position(hits, keep), _ALPHAS[best])
 
 
 def guess_accuracy(labels: Tensor, mask: Tensor, split: Split) -> tuple[float, float]:
@@ -104,8 +101,7 @@ def guess_accuracy(labels: Tensor, mask: Tensor, split: Split) -> tuple[float, f
     truth, keep = labels[split.test], mask[split.test]
     k = int(labels[mask].max()) + 1
     most = torch.bincount(truth[keep]).max().item() / int(keep.sum())
-    by_position = (_common(labels, mask, split, k) == truth)[keep]
-    return most, by_position.double().mean().item()
+    return most, share((_common(labels, mask, split, k) == truth)[keep])
 
 
 def chance_margin(baseline: float, margin: float) -> float:
@@ -195,16 +191,15 @@ def refit_accuracy(
         "probe_accuracy": share(right[0][keep]),
         "refit_accuracy": share(right[1][keep]),
         **_gap(right[0], right[1], keep, groups[split.test]),
-        "refit_mlp_accuracy": None,
+        "refit_mlp_accuracy": _mlp(ablated, labels, mask, split, seed) if mlp else None,
         "baseline": share(truth == most),
         "refit_n_test": int(keep.sum()),
     }
-    if mlp:
-        row["refit_mlp_accuracy"] = _mlp(ablated, labels, mask, split, seed)
     return row, by_position(right[1], keep)
 
 
 def _mlp(x: Tensor, labels: Tensor, mask: Tensor, split: Split, seed: int) -> float:
+    """Test accuracy of an MLP on activations (n, pos, d) where labels (n, pos) count."""
     train, val, test = ((x[i][mask[i]], labels[i][mask[i]]) for i in (split.train, split.val, split.test))
     return mlp_accuracy(train, val, test, seed=seed)
 
@@ -234,13 +229,13 @@ def refit_check(
 ) -> tuple[dict[str, Any], Tensor]:
     """All probes that an ablation is tested with, trained and tested on ablated activations.
 
-    A variable that no probe reads after the ablation may never have been there. So where no linear probe
-    read it before either, the other probes are fitted on the untouched activations too.
+    A variable that no probe reads after the ablation may never have been there. So where no linear probe read it before
+    either, the other probes are fitted on the untouched activations too.
 
     Args:
-        margin: A probe reads the label when its accuracy is above the baseline by more than this, and by more
-            than a quarter of what is left to read where that is less.
         Those of ``refit_accuracy``.
+        margin: A probe reads the label when its accuracy is above the baseline by more than this, or by more than a
+            quarter of what is left to read where that is less.
 
     Returns:
         What ``refit_accuracy`` returns, with refit_position_accuracy (one probe per position), majority,
@@ -254,13 +249,9 @@ def refit_check(
     row, by_position = refit_accuracy(clean, ablated, labels, mask, groups, mlp=mlp, seed=seed)
     split = split_by_group(groups, FRACTIONS, seed)
     majority, position = guess_accuracy(labels, mask, split)
-    row.update(
-        refit_position_accuracy=position_probes(ablated, labels, mask, split).accuracy,
-        majority=majority,
-        position_baseline=position,
-        # What the position alone tells isn't counted as read.
-        baseline=max(majority, position),
-    )
+    row["refit_position_accuracy"] = position_probes(ablated, labels, mask, split).accuracy
+    # What the position alone tells isn't counted as read.
+    row.update(majority=majority, position_baseline=position, baseline=max(majority, position))
     bar = row["baseline"] + chance_margin(row["baseline"], margin)
     after = [row["refit_accuracy"], row["refit_mlp_accuracy"], row["refit_position_accuracy"]]
     row["readable_after"] = any(found is not None and found > bar for found in after)

@@ -148,8 +148,8 @@ class Walker:
         self.dtype = shared.x.dtype
         self.vectors = shared.rotation()
         # Where directions were removed after the factorisation, the preconditioner must know of them.
-        later = shared.removed is not None and not shared.refactored
-        self.seen = shared.removed @ shared.vectors if later and shared.removed is not None else None
+        removed = None if shared.refactored else shared.removed
+        self.seen = None if removed is None else removed @ shared.vectors
         self.variances = shared.values / shared.total
         # What float32 can reach; float64 goes on from there where more is asked for.
         self.rough = max(self.tol, _F32_FLOOR) if self.dtype == torch.float32 else self.tol
@@ -163,8 +163,7 @@ class Walker:
         fits, n_iter = list[LogisticFit](), 0
         for C, wanted in self._steps(self._far(guess, point)):
             if last is not None:
-                guess = self._extrapolate(C, last, before)
-                before = last
+                guess, before = self._extrapolate(C, last, before), last
                 point = yield from self._evaluate(guess)
             precondition = self._preconditioner(C, guess.r)
             tol = self.rough if wanted else max(self.rough, _LOOSE)
@@ -286,10 +285,7 @@ class Walker:
                 best = (t, _Guess(at.w, at.b, z, loss, r), value)
                 if abs(derivative) <= 0.5 * abs(slope):
                     break
-            if derivative > 0 or not sound:
-                high = t
-            else:
-                low = t
+            low, high = (low, t) if derivative > 0 or not sound else (t, high)
             curve = C * self.link.curvature(r, zd, zd) + square if sound else 0.0
             t = t - derivative / curve if curve > 0 else math.nan
             if not low < t < high:
@@ -303,7 +299,6 @@ class Walker:
         ways = [(last.w, torch.zeros_like(last.b), last.z - own)]
         if before is not None:
             ways.append((last.w - before.w, last.b - before.b, last.z - before.z))
-        size = len(ways)
         gram = torch.tensor([[_dot(a[0], c[0]) for c in ways] for a in ways], dtype=torch.float64)
         guess = _Guess(last.w, last.b, last.z, *self.link.loss(last.z))
         value = C * guess.loss + _half_square(guess.w)
@@ -311,7 +306,7 @@ class Walker:
             slopes = [C * self.link.slope(guess.r, z) + _dot(guess.w, w) for w, _, z in ways]
             slope = torch.tensor(slopes, dtype=torch.float64)
             curve = gram.clone()
-            for i in range(size):
+            for i in range(len(ways)):
                 for j in range(i + 1):
                     curve[i, j] += C * self.link.curvature(guess.r, ways[i][2], ways[j][2])
                     curve[j, i] = curve[i, j]
