@@ -62,15 +62,7 @@ class MissingDependencyError(ProbelensError, ImportError):
 
 
 def nearest(name: str, options: Iterable[str], n: int = 3) -> list[str]:
-    """The options most like ``name``, best first.
-
-    Args:
-        name: What was asked for.
-        options: What there is.
-        n: At most this many.
-
-    Returns:
-        Up to ``n`` options, possibly none.
+    """The ``n`` options most like ``name``, best first, possibly none.
 
     Examples:
         >>> nearest("blocks.3.hook_resid_pots", ["blocks.3.hook_resid_post", "hook_embed"])
@@ -80,19 +72,7 @@ def nearest(name: str, options: Iterable[str], n: int = 3) -> list[str]:
 
 
 def require(module: str, extra: str, why: str) -> ModuleType:
-    """Import an optional package, or say which extra of probelens brings it.
-
-    Args:
-        module: Name to import, for example ``"mamba_ssm"``.
-        extra: The extra of probelens that brings it.
-        why: What needs it, for the message.
-
-    Returns:
-        The imported module.
-
-    Raises:
-        MissingDependencyError: The package isn't installed.
-    """
+    """Import an optional package; a MissingDependencyError says which extra brings it, and what needs it (``why``)."""
     try:
         return importlib.import_module(module)
     except ImportError as err:
@@ -105,14 +85,7 @@ def require(module: str, extra: str, why: str) -> ModuleType:
 
 @contextlib.contextmanager
 def noted(note: Callable[[], str]) -> Iterator[None]:
-    """Add a note to whatever a function of the caller's raises, with its traceback as it was.
-
-    Args:
-        note: Makes the note; called only on an error.
-
-    Yields:
-        Nothing.
-    """
+    """Add a note, made only on an error, to whatever a function of the caller's raises, with its traceback as it was."""
     try:
         yield
     except Exception as err:
@@ -121,19 +94,7 @@ def noted(note: Callable[[], str]) -> Iterator[None]:
 
 
 def metric_note(metric: Callable[..., Any], arguments: str) -> str:
-    """The note on an error in a metric function.
-
-    Args:
-        metric: The function.
-        arguments: How it was called.
-
-    Returns:
-        One sentence.
-
-    Examples:
-        >>> metric_note(len, "logits, answers")
-        'Raised by the metric len, which was called as metric(logits, answers).'
-    """
+    """The note on an error in a metric function, which was called with these arguments."""
     name = getattr(metric, "__qualname__", None) or type(metric).__qualname__
     return f"Raised by the metric {name}, which was called as metric({arguments})."
 
@@ -177,15 +138,9 @@ class _ElsewhereError(InputError, AttributeError):
 
 
 def elsewhere(owner: str, name: str, model: Any = None) -> AttributeError:
-    """The error for an attribute that TransformerLens has and ``owner`` doesn't.
+    """The error for an attribute that TransformerLens has and ``owner`` ("HookedModel" or "ActivationCache") doesn't.
 
-    Args:
-        owner: "HookedModel" or "ActivationCache".
-        name: The attribute.
-        model: The model, to say what its architecture has no part for.
-
-    Returns:
-        The error, to raise.
+    ``model`` says what its architecture has no part for.
     """
     if name in _PARTS and model is not None and not _PARTS[name][1](model.adapter.cfg):
         part = _PARTS[name][0]

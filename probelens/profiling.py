@@ -116,11 +116,7 @@ class Profile(Result):
         return rows
 
     def findings(self) -> list[str]:
-        """What the model knows, and for each label where it is read, what it costs to remove and where it is put in.
-
-        Returns:
-            Sentences, one per line.
-        """
+        """What the model knows, and for each label where it is read, what it costs to remove and where it is put in."""
         known = f"{percent(self.behaviour['all'])} ({percent(self.behaviour['late'])} after position {WARM_UP})"
         lines = [f"{self.model} on {self.task.get('task', 'a task')} of length {self.length}, own accuracy {known}."]
         read = self.probes.findings()[1:]
@@ -169,7 +165,7 @@ def profile(
     both. The model answers ``task.target``; ``labels`` may be other variables of the task.
 
     Args:
-        model: The wrapped model.
+        model, batch_size, progress: As for ``ablate``.
         task: A task of ``probelens.tasks`` or one of your own.
         labels: Variables to look for; the task's target if None.
         length: Tokens in each sequence.
@@ -183,9 +179,7 @@ def profile(
         mlp: The refit includes a small MLP.
         control_task: Also probe a control task, for selectivity.
         mdl: Also the online codelength.
-        batch_size: Sequences in one forward pass.
         seed: Of data, splits, controls and intervals.
-        progress: Show progress bars.
 
     Returns:
         A Profile: ``.probes``, ``.ablations``, ``.patches``, ``.indices`` (with the verdict by label).
@@ -243,19 +237,14 @@ def _shallow(scores: Tensor, baseline: float, solved: float) -> ProfileIndices:
     learned = solved >= SOLVED and float(readability[-1]) >= READABLE
     verdict, why = "undetermined", "a model of one block has no profile over layers"
     if not learned:
-        verdict, why = (
-            "not learned",
-            f"accuracy {solved:.3f}, needed {SOLVED}; R {readability[-1]:.3f}, needed {READABLE}",
-        )
+        verdict = "not learned"
+        why = f"accuracy {solved:.3f}, needed {SOLVED}; R {readability[-1]:.3f}, needed {READABLE}"
     bases = torch.tensor([baseline], dtype=torch.float64)
     return ProfileIndices(verdict, why, None, accuracy, readability, bases, (learned,), (verdict,))
 
 
 def _behaviour(model: HookedModel, batch: Any, target: str, batch_size: int) -> dict[str, float]:
-    def right(logits: Tensor, answer: Tensor) -> Tensor:
-        return (logits.argmax(-1) == answer).float()
-
-    read = Read(right, None, {"answer": batch.labels[target]})
+    read = Read(lambda logits, answer: (logits.argmax(-1) == answer).float(), None, {"answer": batch.labels[target]})
     found = sweep(model, batch.tokens, (), read, batch_size=batch_size, attention_mask=batch.attention_mask).base
     late = batch.mask.clone()
     late[:, : WARM_UP + 1] = False

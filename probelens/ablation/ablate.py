@@ -6,8 +6,7 @@ refitted on the ablated activations may recover, and random subspaces may cost a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -123,11 +122,22 @@ def ablate(
     chance = accuracy_chance(batch, target, metric)
     rows = [{**d.about, "alpha": float(alpha)} for d in drawn]
     values, clean = score(rows, runs, runs.scored, chance, seed, metric)
-    refits = None
-    if refit:
-        ablated = {name: partial(after, model, batch, acts, name, spaces[name], alpha, batch_size) for name in spaces}
-        refits = _refits(rows, acts, ablated, batch, label, mlp, margin, seed)
-    _verdicts(rows, model, clean.mean().item(), chance)
+    refits: list[Tensor] = []
+    for row in (row for row in rows if row["condition"] == "target"):
+        site = row["site"]
+        if refit:
+            new = after(model, batch, acts, site, spaces[site], alpha, batch_size)
+            found, by_position = refit_check(
+                acts[site], new, batch.labels[label], batch.mask, groups_of(batch), mlp=mlp, margin=margin, seed=seed
+            )
+            row.update(found)
+            refits.append(by_position)
+        row["verdict"] = verdict(
+            floor=chance is not None and clean.mean().item() < chance + FLOOR,
+            readout=feeds_readout(model, site),
+            before=row.get("readable_before"),
+            after=row.get("readable_after"),
+        )
     count = runs.scored.double().sum(0).clamp_min(1)
     return AblationResult(
         rows,
@@ -140,7 +150,7 @@ def ablate(
         metric if isinstance(metric, str) else getattr(metric, "__name__", "custom"),
         chance or 0.0,
         runs.path,
-        refits,
+        torch.stack(refits) if refits else None,
     )
 
 
@@ -160,57 +170,10 @@ def _spaces(subspaces: Any, label: str) -> dict[str, Any]:
     return probe_rows(subspaces, known)
 
 
-def _refits(
-    rows: list[dict[str, Any]],
-    acts: Any,
-    ablated: Mapping[str, Callable[[], Tensor]],
-    batch: Any,
-    label: str,
-    mlp: bool,
-    margin: float,
-    seed: int,
-) -> Tensor:
-    """Refit probes at every target; their accuracy by position. (target, pos)"""
-    groups = groups_of(batch)
-    refits: list[Tensor] = []
-    for row in rows:
-        if row["condition"] != "target":
-            continue
-        x, new = acts[row["site"]], ablated[row["site"]]()
-        found, by_position = refit_check(
-            x, new, batch.labels[label], batch.mask, groups, mlp=mlp, margin=margin, seed=seed
-        )
-        row.update(found)
-        refits.append(by_position)
-    return torch.stack(refits)
-
-
-def _verdicts(rows: list[dict[str, Any]], model: HookedModel, clean: float, chance: float | None) -> None:
-    for row in rows:
-        if row["condition"] == "target":
-            row["verdict"] = verdict(
-                floor=chance is not None and clean < chance + FLOOR,
-                readout=feeds_readout(model, row["site"]),
-                before=row.get("readable_before"),
-                after=row.get("readable_after"),
-            )
-
-
 def verdict(*, floor: bool, readout: bool, before: bool | None, after: bool | None) -> str:
-    """The verdict on an ablation at one site.
+    """The verdict on an ablation at one site, one of the words that ``ablate`` explains.
 
-    Args:
-        floor: The model is hardly better than chance without any ablation.
-        readout: The site feeds a linear readout.
-        before: Whether any probe reads the variable without ablation; None if none was fitted.
-        after: Whether any probe reads it on the ablated activations; None if none was fitted.
-
-    Returns:
-        One of the words that ``ablate`` explains.
-
-    Examples:
-        >>> verdict(floor=False, readout=False, before=True, after=False)
-        'erased'
+    ``before`` and ``after`` say whether any probe reads the variable; None if none was fitted.
     """
     if floor:
         return "floor"
@@ -227,13 +190,6 @@ def feeds_readout(model: HookedModel, site: str) -> bool:
     """Whether a site is the input of the linear readout, so that erasing there must damage the answer.
 
     True after the final norm, and at the last block's output where no norm follows it.
-
-    Args:
-        model: The wrapped model.
-        site: Name of a hook point, or a module path.
-
-    Returns:
-        True if nothing but the unembedding comes after it; before a final norm it is False.
     """
     name, adapter = model.point(site).name, model.adapter
     if name in ("ln_final.hook_out", "unembed.hook_in"):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from probelens.results.columns import Column
+from functools import partial
 
-__all__ = ["ABLATION", "CONDITION", "EFFECT", "REFIT", "SCORES", "SITE", "TARGETS", "VERDICT"]
+from probelens.results.columns import Column
 
 TARGETS = "targets"
 _METRIC = "that of the metric"
 _SHARE = "fraction of 1"
+_target = partial(Column, unit=_SHARE, on=TARGETS)
+_refitted = partial(Column, unit=_SHARE, on="targets, with refit")
 
 SITE = (Column("site", str, "Hook point."), Column("layer", int, "Place on the layer axis; −1 is the embedding."))
 CONDITION = (
@@ -33,75 +35,46 @@ SCORES = (
     Column("damage", float | None, "drop/(clean − chance); None where the model is at chance.", _SHARE),
 )
 EFFECT = (
-    Column("control_overlap", float | None, "Share of the subspace that the matched controls share.", _SHARE, TARGETS),
+    _target("control_overlap", float | None, "Share of the subspace that the matched controls share."),
     Column("control_problem", str | None, "Why there are no matched controls, or None.", on=TARGETS),
-    Column(
+    _target(
         "effect",
         float | None,
         "Damage beyond the mean damage of the controls; without a chance level, in the unit of the metric.",
-        _SHARE,
-        TARGETS,
     ),
-    Column(
-        "effect_lo",
-        float | None,
-        "Lower end of its 95 % prediction interval, over control draws and sequences.",
-        _SHARE,
-        TARGETS,
-    ),
-    Column("effect_hi", float | None, "Upper end of it.", _SHARE, TARGETS),
+    _target("effect_lo", float | None, "Lower end of its 95 % prediction interval, over control draws and sequences."),
+    _target("effect_hi", float | None, "Upper end of it."),
     Column("effect_against", str | None, "The control that the effect is measured from.", on=TARGETS),
-    Column(
+    _target(
         "effect_p",
         float | None,
         "Share of the control's draws that cost as much, the subspace counted among them; None for a metric of your own.",
-        _SHARE,
-        TARGETS,
     ),
-    Column("damage_random", float | None, "Mean damage of random subspaces of equal rank.", _SHARE, TARGETS),
-    Column(
-        "damage_random_matched",
-        float | None,
-        "Mean damage of random subspaces that remove equal variance.",
-        _SHARE,
-        TARGETS,
-    ),
-    Column("damage_pca", float | None, "Damage of the top principal components.", _SHARE, TARGETS),
+    _target("damage_random", float | None, "Mean damage of random subspaces of equal rank."),
+    _target("damage_random_matched", float | None, "Mean damage of random subspaces that remove equal variance."),
+    _target("damage_pca", float | None, "Damage of the top principal components."),
 )
-_REFITTED = "targets, with refit"
 REFIT = (
-    Column("probe_accuracy", float, "Accuracy of a linear probe before the ablation.", _SHARE, _REFITTED),
-    Column("refit_accuracy", float, "Accuracy of a linear probe fitted after it.", _SHARE, _REFITTED),
-    Column("refit_gap", float, "probe_accuracy − refit_accuracy.", _SHARE, _REFITTED),
-    Column("refit_gap_lo", float | None, "Lower end of its 95 % interval, paired over test groups.", _SHARE, _REFITTED),
-    Column("refit_gap_hi", float | None, "Upper end of it.", _SHARE, _REFITTED),
-    Column("refit_mlp_accuracy", float | None, "Accuracy of a small MLP fitted after it.", _SHARE, _REFITTED),
-    Column(
-        "refit_position_accuracy",
-        float,
-        "Accuracy of linear probes fitted after it, one at each position.",
-        _SHARE,
-        _REFITTED,
-    ),
-    Column("majority", float, "Accuracy of the most frequent class.", _SHARE, _REFITTED),
-    Column("position_baseline", float, "Accuracy of the best guess from the position alone.", _SHARE, _REFITTED),
-    Column("baseline", float, "The larger of the two.", _SHARE, _REFITTED),
-    Column("refit_n_test", int, "Test positions of the probes.", "positions", _REFITTED),
-    Column("readable_before", bool, "Whether any probe reads the label before the ablation.", on=_REFITTED),
-    Column("readable_after", bool, "Whether any probe reads it after.", on=_REFITTED),
-    Column(
+    _refitted("probe_accuracy", float, "Accuracy of a linear probe before the ablation."),
+    _refitted("refit_accuracy", float, "Accuracy of a linear probe fitted after it."),
+    _refitted("refit_gap", float, "probe_accuracy − refit_accuracy."),
+    _refitted("refit_gap_lo", float | None, "Lower end of its 95 % interval, paired over test groups."),
+    _refitted("refit_gap_hi", float | None, "Upper end of it."),
+    _refitted("refit_mlp_accuracy", float | None, "Accuracy of a small MLP fitted after it."),
+    _refitted("refit_position_accuracy", float, "Accuracy of linear probes fitted after it, one at each position."),
+    _refitted("majority", float, "Accuracy of the most frequent class."),
+    _refitted("position_baseline", float, "Accuracy of the best guess from the position alone."),
+    _refitted("baseline", float, "The larger of the two."),
+    _refitted("refit_n_test", int, "Test positions of the probes.", unit="positions"),
+    _refitted("readable_before", bool, "Whether any probe reads the label before the ablation.", unit=""),
+    _refitted("readable_after", bool, "Whether any probe reads it after.", unit=""),
+    _refitted(
         "probe_position_accuracy",
         float | None,
         "As refit_position_accuracy, before the ablation; None where it wasn't needed.",
-        _SHARE,
-        _REFITTED,
     ),
-    Column(
-        "probe_mlp_accuracy",
-        float | None,
-        "As refit_mlp_accuracy, before the ablation; None where it wasn't needed.",
-        _SHARE,
-        _REFITTED,
+    _refitted(
+        "probe_mlp_accuracy", float | None, "As refit_mlp_accuracy, before the ablation; None where it wasn't needed."
     ),
 )
 VERDICT = Column(

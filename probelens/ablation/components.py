@@ -79,11 +79,7 @@ class ComponentResult(Rows):
     extra: dict[str, Any] = field(default_factory=dict)
 
     def findings(self) -> list[str]:
-        """The components that cost most, for each way of ablating them.
-
-        Returns:
-            Sentences, one per line.
-        """
+        """The components that cost most, for each way of ablating them."""
         costs = Costs(self.metric)
         ways = list(dict.fromkeys(row["how"] for row in self.rows))
         lines = [
@@ -135,23 +131,19 @@ def ablate_component(
     Edits are made where ``batch.mask`` is True: a BOS token or padding keeps its activation.
 
     Args:
-        model: The wrapped model; run in eval mode.
+        model, metric, batch_size, memory, progress: As for ``ablate``.
         batch: Sequences to measure on. tokens (example, pos).
         sites: Components: a shorthand such as "attn_out", "mlp_out", "mixer_out", names, globs, or a
             list. State points ("ssm_state", "blocks.*.rnn.hook_h") are set at every step.
         how: "zero"; "mean" over the examples of ``source`` at each position; "resample": what
             another example has at the same position, one example for all positions and, when
             joint, for all sites; or several of these.
-        metric: As for ``ablate``.
         heads: Ablate these heads of each site, one at a time: an index, several, or "each".
         joint: Ablate all sites (or all the heads given) together in one run.
         source: Where means and other examples come from, of the same length; ``batch`` if None.
         draws: Resamples to average over.
         target: The label that the model answers with; needed unless the batch has one.
-        batch_size: Sequences in one forward pass, at most.
-        memory: Bytes that the sweep may hold at once; None for the default limits.
         seed: Of resampling and intervals.
-        progress: Show a progress bar.
 
     Returns:
         Drops with intervals over sequences. A drop says that the component matters for the answer,
@@ -269,18 +261,9 @@ def _value(
 
 
 def position_means(acts: Tensor, mask: Tensor, wanted: Tensor) -> Tensor:
-    """Means over the examples that are real at each position, summed in float64.
+    """Means (1, pos, ...) over the examples that are real at each position, summed in float64; zeros where none is real.
 
-    Args:
-        acts: Activations. (example, pos, ...)
-        mask: True where an example is real. (example, pos)
-        wanted: True where means will be put in. (row, pos)
-
-    Returns:
-        Zeros where no example is real. (1, pos, ...), float32 at least
-
-    Raises:
-        InputError: No example is real at a position where one is wanted.
+    InputError where none is real and one is wanted: ``wanted`` (row, pos) is True where means will be put in.
     """
     mask = mask.to(acts.device)
     count = mask.sum(0, keepdim=True)

@@ -19,8 +19,6 @@ from probelens.subspaces.matched import random, random_matched
 from probelens.subspaces.subspace import Subspace
 from probelens.tasks.data import Batch
 
-__all__ = ["CONTROLS", "Control", "Removal", "check_activations", "label_of", "with_controls"]
-
 Control = Literal["random", "random_matched", "pca"]
 CONTROLS: tuple[Control, ...] = ("random", "random_matched", "pca")
 
@@ -30,9 +28,8 @@ class Removal:
     """A subspace to remove at one site: the one asked for ("target") or one draw of a control.
 
     Args:
-        about: site, layer, label, condition, draw, rank; on targets also control_overlap, how much
-            of the subspace the matched controls share (0 to 1), and control_problem, the reason why
-            they could not be drawn; either may be None.
+        about: The first columns of the row; on targets also how much of the subspace the matched controls share, and why
+            they could not be drawn.
         space: What to remove; None where there is nothing.
     """
 
@@ -41,19 +38,7 @@ class Removal:
 
 
 def label_of(batch: Any, label: str | None, what: str) -> str:
-    """The label that an argument names.
-
-    Args:
-        batch: Labelled sequences.
-        label: Its name; None where the batch has one label only.
-        what: What the argument is called.
-
-    Returns:
-        The name.
-
-    Raises:
-        InputError: Not a Batch, no such label, or none given where there are several.
-    """
+    """The label that the argument ``what`` names: the batch's only one for None; InputError where there is no such label."""
     if not isinstance(batch, Batch):
         raise InputError(
             f"ablation needs a Batch with tokens, labels and mask, got a {type(batch).__name__}. "
@@ -68,17 +53,9 @@ def label_of(batch: Any, label: str | None, what: str) -> str:
 
 
 def check_activations(model: HookedModel, name: str, x: Tensor, mask: Tensor) -> None:
-    """Refuse activations from which no subspace can be removed, by the name of the site.
+    """Refuse activations from which no subspace can be removed.
 
-    Args:
-        model: The wrapped model.
-        name: Hook point.
-        x: Activations. (example, pos, d)
-        mask: Where labels count. (example, pos)
-
-    Raises:
-        ShapeError: Axes other than (example, pos, d).
-        InputError: NaN or infinity where labels count: at how many positions, and the first of them.
+    Raises ShapeError for axes other than (example, pos, d), InputError for NaN or infinity where labels count.
     """
     point = model.point(name)
     if x.ndim != 3 or not has_positions(point) or point.pos_axis != 1:
@@ -99,24 +76,9 @@ def with_controls(
     model: HookedModel, acts: Activations, mask: Tensor, spaces: Mapping[str, Subspace | Eraser], label: str,
     kinds: Sequence[str], controls: int, seed: int,
 ) -> list[Removal]:  # fmt: skip
-    """The subspace of each site, each followed by its controls.
+    """The subspace of each site, followed by its controls, which match the variance of ``acts`` where ``mask`` is True.
 
-    Args:
-        model: The wrapped model.
-        acts: Activations at the sites, for the variance that controls must match.
-        mask: Where labels count. (example, pos)
-        spaces: Site to Subspace or Eraser.
-        label: The variable.
-        kinds: Kinds of control.
-        controls: Draws of each random control.
-        seed: Of the draws.
-
-    Returns:
-        What to remove, in order.
-
-    Raises:
-        InputError: An unknown control, or NaN at a site.
-        ShapeError: Other axes, or a subspace of another width.
+    Raises InputError for an unknown control or NaN at a site, ShapeError for other axes or a subspace of another width.
     """
     unknown = [k for k in kinds if k not in CONTROLS]
     if unknown:

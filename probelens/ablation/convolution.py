@@ -63,13 +63,7 @@ def ablate_convolution(
         how: One or several of the above.
         layers: "together" ablates all layers in one run, "each" one at a time; or the layers to
             ablate together.
-        metric: As for ``ablate``.
-        draws: Resamples to average over.
-        target: The label that the model answers with; needed unless the batch has one.
-        batch_size: Sequences in one forward pass, at most.
-        memory: Bytes that a sweep may hold at once; None for the default limits.
-        seed: Of resampling and intervals.
-        progress: Show progress bars.
+        metric, draws, target, batch_size, memory, seed, progress: As for ``ablate_component``.
 
     Returns:
         One row per way and group of layers.

@@ -54,11 +54,7 @@ class DoseResult(Rows):
         return [row for row in self.rows if row["condition"] == "target"]
 
     def findings(self) -> list[str]:
-        """What the smallest, the largest and the first sufficient dose cost at each site, and the controls.
-
-        Returns:
-            Sentences, one per line.
-        """
+        """What the smallest, the largest and the first sufficient dose cost at each site, and the controls."""
         costs, by = Costs(self.metric), self._varies()
         targets = self.targets()
         lines = [
@@ -85,13 +81,10 @@ class DoseResult(Rows):
         return "alpha" if ranks == 1 and len({row["alpha"] for row in self.rows}) > 1 else "rank"
 
     def plot(self, by: str | None = None) -> go.Figure:
-        """Mean drop against the dose, one line per site and condition.
+        """Mean drop against the dose, one line per site and condition; of several values of the other dose the largest.
 
         Args:
             by: "rank" or "alpha"; None for the one that varies.
-
-        Returns:
-            A line chart; of several values of the other dose the largest is shown.
         """
         import plotly.express as px
 
@@ -133,23 +126,11 @@ def dose_response(
     components, the most correlated first for LEACE, in the order of their removal for INLP.
 
     Args:
-        model: The wrapped model; run in eval mode.
-        batch: Sequences that the subspaces were not fitted on. tokens (example, pos).
         subspaces: Site to Subspace or Eraser.
         ranks: How many directions; None for 1, 2, 4, … and all. A site has no row for ranks above
             its subspace's.
         alphas: Strengths: 1 removes the directions, 0 nothing.
-        metric: As for ``ablate``.
-        refit: Fit probes on the ablated activations of every dose.
-        controls: Draws of each random control, of the same rank.
-        label: The variable; needed unless the batch has one label.
-        target: The label that the model answers with; ``label`` if None.
-        kinds: Controls, as for ``ablate``.
-        mlp: Whether the refit includes a small MLP.
-        batch_size: Sequences in one forward pass, at most.
-        memory: Bytes that the sweep may hold at once; None for the default limits.
-        seed: Of control draws, splits and intervals.
-        progress: Show progress bars.
+        Those of ``ablate``, without ``subspaces``, ``alpha`` and ``margin``.
 
     Returns:
         Rows by site, rank, alpha, condition and draw.
@@ -185,23 +166,7 @@ def dose_response(
 
 
 def first_directions(space: Subspace | Eraser, rank: int) -> Subspace | Eraser:
-    """A subspace or eraser of only the first directions.
-
-    Args:
-        space: What to cut.
-        rank: How many directions to keep.
-
-    Returns:
-        The same kind, around the same mean.
-
-    Raises:
-        InputError: A rank that isn't between 0 and that of ``space``.
-
-    Examples:
-        >>> from probelens.subspaces.matched import random
-        >>> first_directions(random(5, 8), 2).rank
-        2
-    """
+    """A subspace or eraser of only the first ``rank`` directions, around the same mean; InputError for another rank."""
     if not 0 <= rank <= space.rank:
         raise InputError(f"rank must be between 0 and {space.rank}, got {rank}")
     if isinstance(space, Eraser):

@@ -84,11 +84,7 @@ class ErasureResult(Rows):
         return all(row["at_chance"] for row in self.rows)
 
     def findings(self) -> list[str]:
-        """Whether a fresh probe is at chance, and then what the ablation says.
-
-        Returns:
-            Sentences, one per line.
-        """
+        """Whether a fresh probe is at chance, and then what the ablation says."""
         far = max(self.rows, key=lambda row: row["refit_accuracy"] - row["baseline"])
         done = sum(row["at_chance"] for row in self.rows)
         ranks = sorted({row["rank"] for row in self.rows})
@@ -102,13 +98,10 @@ class ErasureResult(Rows):
         ]
 
     def plot(self, title: str | None = None) -> go.Figure:
-        """Drop by layer beside its controls, and the refitted probes below.
+        """Drop by layer beside its controls, and the refitted probes in a panel below.
 
         Args:
             title: Shown above the figure.
-
-        Returns:
-            A figure of two panels.
         """
         from probelens.results import plots
 
@@ -153,24 +146,15 @@ def erase(
     say what is still there in another form, and then the verdict is "inconclusive".
 
     Args:
-        model: The wrapped model; run in eval mode.
+        model, target, metric, controls, kinds, mlp, batch_size, memory, seed, progress: As for ``ablate``.
         fit_batch: Sequences that erasers are fitted on. tokens (example, pos).
         held_batch: Other sequences: fresh probes are trained and tested on them, split by sequence,
             and the model is measured on all of them.
         label: The variable to erase; needed unless the batch has one label.
-        target: The label that the model answers with; ``label`` if None.
         method: "leace", or "inlp" (Ravfogel et al. 2020).
         sites: Hook points; the layer axis by default.
-        metric: As for ``ablate``.
-        controls: Draws of each random control.
-        kinds: Controls, as for ``ablate``.
         margin: Largest distance from its baseline at which a probe is at chance.
         max_rank: Budget of directions for INLP; None for the width.
-        mlp: Also refit a small MLP.
-        batch_size: Sequences in one forward pass, at most.
-        memory: Bytes that the ablations may hold at once; None for the default limits.
-        seed: Of splits, control draws and intervals.
-        progress: Show progress bars.
 
     Returns:
         Rows by site, the erasers, and the ablation with its controls.

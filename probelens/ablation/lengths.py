@@ -62,11 +62,7 @@ class LengthTransfer(Rows):
         return [row for row in self.rows if row["condition"] == "target"]
 
     def findings(self) -> list[str]:
-        """The damage at each length, at the site where it is largest, inside and beyond the trained length.
-
-        Returns:
-            Sentences, one per line.
-        """
+        """The damage at each length, at the site where it is largest, inside and beyond the trained length."""
         targets = self.targets()
         worst = max((r for r in targets if r["span"] == "all"), key=lambda r: r["damage"] or 0.0)
         lengths = list(dict.fromkeys(row["length"] for row in targets))
@@ -124,7 +120,7 @@ def length_transfer(
     scored separately: a long sequence has both.
 
     Args:
-        model: The wrapped model; run in eval mode.
+        model, controls, kinds, batch_size, memory, progress: As for ``ablate``.
         task: Draws the sequences.
         subspaces: Site to Subspace or Eraser, fitted at ``trained_length``.
         lengths: Tokens in each sequence, a start token not counted.
@@ -132,13 +128,8 @@ def length_transfer(
         label: The variable; the task's target if None.
         target: The label that the model answers with; the task's target if None.
         n: Sequences of each length.
-        controls: Draws of each random control.
-        kinds: Controls, as for ``ablate``.
         exclude: Sequences that must not be drawn: those that the subspaces were fitted on.
-        batch_size: Sequences in one forward pass, at most.
-        memory: Bytes that a sweep may hold at once; None for the default limits.
         seed: Of sequences, control draws and intervals.
-        progress: Show a progress bar.
 
     Returns:
         Rows by length, span and site. ``floor`` marks spans where the clean accuracy is within 0.2

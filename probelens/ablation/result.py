@@ -68,11 +68,7 @@ class AblationResult(Rows):
         return [row for row in self.rows if row["condition"] not in CONTROLS]
 
     def findings(self) -> list[str]:
-        """The costliest site beside its controls, what a refitted probe reads there, and the verdicts.
-
-        Returns:
-            Sentences, one per line.
-        """
+        """The costliest site beside its controls, what a refitted probe reads there, and the verdicts."""
         targets, costs = self.targets(), Costs(self.metric)
         worst = costs.worst(targets)
         verdicts: dict[str, list[int]] = {}
@@ -93,13 +89,10 @@ class AblationResult(Rows):
         return [line for line in lines if line]
 
     def plot(self, title: str | None = None) -> go.Figure:
-        """Drop by layer beside its controls, and the refitted probe below.
+        """Drop by layer beside its controls, and the refitted probe in a panel below.
 
         Args:
             title: Shown above the figure.
-
-        Returns:
-            A figure of two panels.
         """
         from probelens.results import plots
 
@@ -108,11 +101,7 @@ class AblationResult(Rows):
 
 @dataclass(frozen=True)
 class Costs:
-    """Says what ablations cost, in the unit of their metric.
-
-    Args:
-        name: Name of the metric.
-    """
+    """Says what ablations cost, in the unit of the metric of this name."""
 
     name: str
 

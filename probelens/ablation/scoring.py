@@ -22,8 +22,6 @@ from probelens.running.sweep.plan import sweep
 from probelens.subspaces.leace import Eraser
 from probelens.subspaces.subspace import Subspace
 
-__all__ = ["Metric", "Runs", "accuracy_chance", "after", "per_sequence", "run", "score"]
-
 Metric = Literal["accuracy", "next_token_loss"] | Callable[..., Tensor]
 # The sign of clean − ablated where the ablation hurts; unknown for a metric of the caller's own.
 COST = {"accuracy": 1, "next_token_loss": -1}
@@ -33,14 +31,7 @@ ROOM = 1e-6  # distance above chance below which a model has nothing to lose, an
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """The metric of every row, example and position.
-
-    Args:
-        values: (row, example, pos)
-        clean: The same without ablation. (example, pos)
-        scored: Where the metric counts. (example, pos)
-        path: How the engine ran.
-    """
+    """The metric of every row (row, example, pos) and without ablation, where it counts (example, pos), and the path."""
 
     values: Tensor
     clean: Tensor
@@ -88,15 +79,7 @@ def reader(batch: Any, metric: Metric, target: str) -> Read:
 
 
 def per_sequence(values: Tensor, scored: Tensor) -> Tensor:
-    """The mean over each sequence's scored positions, of the sequences that have any.
-
-    Args:
-        values: (..., example, pos)
-        scored: Where to count. (example, pos)
-
-    Returns:
-        (..., scored example) float64
-    """
+    """The mean over each sequence's scored positions, of the sequences that have any: (..., scored example) float64."""
     keep = scored.any(1)
     if not bool(keep.any()):
         raise InputError(NOTHING_SCORED)
@@ -106,19 +89,9 @@ def per_sequence(values: Tensor, scored: Tensor) -> Tensor:
 def score(
     rows: list[dict[str, Any]], runs: Runs, scored: Tensor, chance: float | None, seed: int, metric: Metric
 ) -> tuple[Tensor, Tensor]:
-    """Write value, drop, its interval, damage and, on targets, the effect into the rows.
+    """Write value, drop, its interval, damage and, on targets, the effect into the rows, one for each of ``runs.values``.
 
-    Args:
-        rows: One for each of ``runs.values``.
-        runs: What was measured.
-        scored: Where to count. (example, pos)
-        chance: Accuracy of a constant answer, where the metric is an accuracy.
-        seed: Of the intervals.
-        metric: What was measured, which tells in which direction it moves when something is lost.
-
-    Returns:
-        The metric of each example that counts, under each row and without ablation: (row, example)
-        and (example,).
+    Returns the metric of each example that counts, under each row and without ablation: (row, example) and (example,).
     """
     values, clean = per_sequence(runs.values, scored), per_sequence(runs.clean, scored)
     # One bootstrap over examples for every row at once: the examples are the same in all of them.
@@ -146,26 +119,25 @@ def _effects(
         if row.get("condition") != "target":
             continue
         row.update(effect=None, effect_lo=None, effect_hi=None, effect_against=None, effect_p=None)
-        for kind in CONTROLS:
-            found_damage = [
-                r["damage"]
-                for r in rows
-                if (r["site"], r["condition"]) == (row["site"], kind) and r["damage"] is not None
-            ]
-            row[f"damage_{kind}"] = sum(found_damage) / len(found_damage) if found_damage else None
+        drawn = {
+            kind: [j for j, r in enumerate(rows) if (r["site"], r["condition"]) == (row["site"], kind)]
+            for kind in CONTROLS
+        }
+        for kind, mine in drawn.items():
+            damages = [rows[j]["damage"] for j in mine if rows[j]["damage"] is not None]
+            row[f"damage_{kind}"] = sum(damages) / len(damages) if damages else None
         # Without a chance level there is no scale, and the effect is in the metric's own unit.
         room = torch.ones_like(clean) if chance is None else clean - chance
+        against = next((kind for kind in ("random_matched", "random") if len(drawn[kind]) > 1), None)
+        if against is None or not room.mean() > ROOM:
+            continue
         sign = cost or 1
-        for kind in ("random_matched", "random"):
-            mine = [j for j, r in enumerate(rows) if r["site"] == row["site"] and r["condition"] == kind]
-            if len(mine) > 1 and room.mean() > ROOM:
-                found = effect(sign * (clean - values[i]), sign * (clean - values[mine]), room, seed=seed)
-                low, high = sorted((sign * found.low, sign * found.high))
-                row.update(
-                    effect=sign * found.estimate, effect_lo=low, effect_hi=high, effect_against=kind,
-                    effect_p=None if cost is None else found.p,
-                )  # fmt: skip
-                break
+        found = effect(sign * (clean - values[i]), sign * (clean - values[drawn[against]]), room, seed=seed)
+        low, high = sorted((sign * found.low, sign * found.high))
+        row.update(
+            effect=sign * found.estimate, effect_lo=low, effect_hi=high, effect_against=against,
+            effect_p=None if cost is None else found.p,
+        )  # fmt: skip
 
 
 def accuracy_chance(batch: Any, target: str, metric: Metric, scored: Tensor | None = None) -> float | None:

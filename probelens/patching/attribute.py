@@ -41,9 +41,7 @@ def attribute(
 
     Args:
         model: As for ``patch``; it must be differentiable at the sites.
-        pairs, sites, pos, mode, metric: As for ``patch``.
-        batch_size: Pairs in one pass.
-        progress: Show a progress bar.
+        pairs, sites, pos, mode, metric, batch_size, progress: As for ``patch``.
 
     Returns:
         A PatchResult of ``kind="attribution"``. A prefilter: check what matters with ``patch``, and

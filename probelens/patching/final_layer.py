@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from probelens.errors import InputError, MetricError, ShapeError
+from probelens.errors import InputError, ShapeError
 from probelens.hooks.inputs import padding_mask
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped
 from probelens.patching.final_layer_sites import RUN, SITES, Plan, Site
 from probelens.patching.metric import Metric, answered, read_metric
-from probelens.patching.pairs import Mode
-from probelens.patching.result import GAP
+from probelens.patching.pairs import Mode, check_pairs
+from probelens.patching.result import GAP, need_answered
 from probelens.results.columns import Column
 from probelens.results.rows import Rows
 from probelens.results.sentences import between, count, fixed, listed
@@ -108,10 +108,9 @@ class PatchSitesResult(Rows):
         Raises:
             InputError: It was not measured.
         """
-        for row in self.rows:
-            if row["site"] == site:
-                return row
-        raise InputError(f"site {site!r} was not measured. Measured: {', '.join(self.sites)}")
+        if site not in self.sites:
+            raise InputError(f"site {site!r} was not measured. Measured: {', '.join(self.sites)}")
+        return self.rows[self.sites.index(site)]
 
     def recovery(self, site: str) -> float:
         """Recovery at a site.
@@ -131,11 +130,7 @@ class PatchSitesResult(Rows):
         return float(row["recovery"])
 
     def findings(self) -> list[str]:
-        """The sites whose value is forced, and the recovery at each of the others.
-
-        Returns:
-            Sentences, one per line.
-        """
+        """The sites whose value is forced, and the recovery at each of the others."""
         forced = [row for row in self.rows if row["holds"] is not None]
         wrong = [
             f"{row['site']} is {row['recovery']:.3f}, not {row['expected']:g}" for row in forced if not row["holds"]
@@ -158,13 +153,10 @@ class PatchSitesResult(Rows):
         return [line for line in lines if line]
 
     def plot(self, title: str | None = None) -> go.Figure:
-        """Recovery by site with intervals; hollow where the value is forced by the architecture.
+        """Recovery by site with intervals; hollow dots where the value is forced by the architecture.
 
         Args:
             title: Shown above the figure.
-
-        Returns:
-            A dot plot.
         """
         from probelens.results.plots.patching import sites_figure
 
@@ -209,14 +201,10 @@ def patch_sites(
             task's answers at T are usually not those at m. None for the model's own: what it answers
             at m on the clean and on the corrupted run; pairs in which these agree are left out there,
             and if all agree, the pairs' own answers are read at m. (example, 2)
-        mode: "denoise" or "noise", as for ``patch``.
-        metric: As for ``patch``.
         correct_only: Count only pairs that both runs answer correctly.
         n_boot: Resamples of pairs for each interval.
-        batch_size: Pairs in one forward pass, at most.
-        memory: Bytes that the sweep may hold at once; None for the usual limits. See ``probelens.running.sweep.plan.plan``.
         seed: Of the intervals.
-        progress: Show a progress bar.
+        mode, metric, batch_size, memory, progress: As for ``patch``.
 
     Returns:
         A row for each site, those that the architecture doesn't have included, with the reason.
@@ -235,8 +223,7 @@ def patch_sites(
         "mid-position patching at the final layer" in arXiv 2606.00926.
     """
     need_wrapped(model)
-    if mode not in ("denoise", "noise"):
-        raise InputError(f"mode {mode!r} is not known. Allowed: 'denoise', 'noise'")
+    check_pairs(pairs, mode)
     sites = _chosen(which)
     m = _positions(pairs, pos)
     plan = Plan(model, m, pairs.read_pos.long())
@@ -274,17 +261,19 @@ def patch_sites(
     counted = counted if correct_only else torch.ones_like(counted)
     clean, corrupted = clean[..., 0], corrupted[..., 0]
     counted[:, 0] = (counted[:, 0] | alike) & (own[:, 0] != own[:, 1])
-    if not bool(counted[:, 1].any()):
-        raise MetricError(
-            f"none of the {len(pairs)} pairs is answered correctly by both runs, so there is no gap to "
-            "restore. Train the model longer, or look at all pairs with correct_only=False."
-        )
+    need_answered(counted[:, 1])
     values = torch.full((len(sites), len(pairs)), float("nan"))
     eps = torch.finfo(model.cfg.dtype).eps
-    rows = []
+    rows: list[dict[str, Any]] = []
     for i, site in enumerate(sites):
-        row = _row(site, plan, reasons[site.name])
-        if reasons[site.name] is None:
+        reason = reasons[site.name]
+        row = {
+            "site": site.name, "description": site.text, "read": site.read,
+            "expected": 1.0 if site.name == "C" and plan.mixer == plan.after else site.expected,
+            "recovery": None, "lo": None, "hi": None, "n": 0, "holds": None,
+            "applicable": reason is None, "why": plan.remark(site.name) if reason is None else reason,
+        }  # fmt: skip
+        if reason is None:
             where = 0 if site.read == "m" else 1
             if alike and site.read == "m":
                 row["why"] = "; ".join(filter(None, [row["why"], _ALIKE]))
@@ -345,17 +334,6 @@ def _own_answers(
         for tokens in (pairs.clean, pairs.corrupted)
     ]
     return torch.stack(found, 1)
-
-
-def _row(site: Site, plan: Plan, reason: str | None) -> dict[str, Any]:
-    expected = site.expected
-    if site.name == "C" and plan.mixer == plan.after:
-        expected = 1.0
-    return {
-        "site": site.name, "description": site.text, "read": site.read, "expected": expected,
-        "recovery": None, "lo": None, "hi": None, "n": 0, "holds": None,
-        "applicable": reason is None, "why": plan.remark(site.name) if reason is None else reason,
-    }  # fmt: skip
 
 
 def _measured(

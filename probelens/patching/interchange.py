@@ -25,7 +25,7 @@ from probelens.hooks.names import by_point, need_wrapped, resolve
 from probelens.numerics.tensors import whole_number
 from probelens.patching.interchange_result import InterchangeResult, interchange_rows
 from probelens.patching.pairs import check_pairs, check_positions, columns
-from probelens.patching.plan import Source, put_in
+from probelens.patching.plan import Source
 from probelens.running.collect import collect
 from probelens.running.sweep.conditions import Condition, Read
 from probelens.running.sweep.plan import SweepPlan, plan
@@ -46,7 +46,7 @@ class Swapped:
     """One interchange: a part of the activation at a site and a position.
 
     Args:
-        about: site, layer, pos, condition, draw, rank, control_overlap.
+        about: The first columns of the row.
         left: Directions that change, as rows; None for the whole activation. (rank, d)
         right: Directions that are read. (rank, d)
         complement: Whether everything but this part is taken.
@@ -166,7 +166,7 @@ def interchange_plan(
         mask = padding_mask(of.mask, model, of.clean)
         values = Source(model, of.clean, list(spaces), mask)
         conditions = [
-            Condition((i,), (put_in(model, part.about["site"], values.at(part.about["site"]), column, part.edit),))
+            Condition((i,), (values.put_in(part.about["site"], column, part.edit),))
             for i, (part, column) in enumerate(chosen)
         ]
         return plan(
@@ -224,10 +224,8 @@ def interchange(
         same_pairs: ``PatchPairs`` whose two sides agree in the variable: the answer must stay (row "same_value").
         controls: Draws of each random control; None for 20.
         kinds: Which controls beside full swap and complement.
-        batch_size: Pairs in one forward pass, at most.
-        memory: Bytes that may be held at once; None for the usual limits.
         seed: Of the control draws.
-        progress: Show a progress bar.
+        batch_size, memory, progress: As for ``patch``.
 
     Returns:
         Interchange intervention accuracy (IIA): the share of pairs, of those both runs answer correctly, whose argmax

@@ -74,11 +74,7 @@ class InterchangeResult(Rows):
         return [row for row in self.rows if row["condition"] == "target"]
 
     def findings(self) -> list[str]:
-        """Where the answer follows the subspace, beside its controls, and the verdicts.
-
-        Returns:
-            Sentences, one per line.
-        """
+        """Where the answer follows the subspace, beside its controls, and the verdicts."""
         targets = self.targets()
         lines = [
             f"Interchange at {count(len({t['site'] for t in targets}), 'site')}, on {count(int(self.correct.sum()), 'pair')} of "
@@ -107,13 +103,10 @@ class InterchangeResult(Rows):
         return lines
 
     def plot(self, title: str | None = None) -> go.Figure:
-        """IIA by layer and position where there are several positions, otherwise by layer beside the controls.
+        """Heat map of IIA by layer and position where there are several, otherwise lines by layer beside the controls.
 
         Args:
             title: Shown above the figure.
-
-        Returns:
-            A heat map or a line chart.
         """
         from probelens.results import plots
 
@@ -128,18 +121,11 @@ def interchange_rows(
     correct: Tensor,
     same: tuple[Tensor, Tensor] | None,
 ) -> list[dict[str, Any]]:
-    """Rows from what each run answered.
+    """Rows from what each run answered, those of pairs that agree behind the target that they belong to.
 
-    Args:
-        about: What each run was.
-        values: Source's answer, base's answer, logit difference of each run. (row, example, 3)
-        base: The same of the corrupted run. (example, 3)
-        source: The same of the clean run. (example, 3)
-        correct: Pairs that both runs answer correctly. (example,)
-        same: Of pairs that agree in the variable: (target, example, 3) and the base run's (example, 3).
-
-    Returns:
-        Rows, those of pairs that agree behind the target that they belong to.
+    ``values`` (row, example, 3) and ``base`` and ``source`` (example, 3) hold whether the answer is the source's, whether
+    it is the base's, and the logit difference; ``correct`` (example,) the pairs that both runs answer correctly; ``same``
+    those of pairs that agree in the variable: (target, example, 3) and the base run's (example, 3).
     """
     kept = correct.nonzero().flatten()
     gap = float((source[kept, 2] - base[kept, 2]).double().sum())
@@ -206,22 +192,7 @@ def _contains(row: dict[str, Any]) -> bool:
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> str:
-    """What the interchanges at one site and position say.
-
-    Args:
-        rows: Of one site and position: condition, iia, iia_lo, iia_hi, control_overlap.
-
-    Returns:
-        The word; ``interchange`` says what each means.
-
-    Examples:
-        >>> def row(condition, lo, hi, overlap=None):
-        ...     return {"condition": condition, "iia": (lo + hi) / 2, "iia_lo": lo, "iia_hi": hi, "control_overlap": overlap}
-        >>> verdict([row("full", 0.98, 1), row("target", 0.9, 1), row("complement", 0, 0.01), row("random", 0, 0.01, 0.1)])
-        'used'
-        >>> verdict([row("full", 0.98, 1), row("target", 0, 0.01), row("complement", 0.9, 1), row("random", 0, 0.01, 0.1)])
-        'used elsewhere'
-    """
+    """What the interchanges at one site and position say, in a word that ``interchange`` explains."""
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         by_kind.setdefault(row["condition"], []).append(row)

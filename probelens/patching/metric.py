@@ -60,13 +60,5 @@ def _custom(metric: Callable[[Tensor, Tensor], Tensor], logits: Tensor, answers:
 
 
 def answered(clean: Tensor, corrupted: Tensor) -> Tensor:
-    """Whether both runs prefer their own right answer, from what ``read_metric`` reads of them.
-
-    Args:
-        clean: Of the clean run. (..., 2)
-        corrupted: Of the corrupted run. (..., 2)
-
-    Returns:
-        (...) bool
-    """
+    """Whether both runs prefer their own right answer, from what ``read_metric`` reads of them: (..., 2) -> (...) bool."""
     return (clean[..., 1] > 0) & (corrupted[..., 1] < 0)

@@ -36,16 +36,7 @@ def marks(pairs: Any) -> dict[str, int]:
 
 
 def check_positions(model: HookedModel, names: Sequence[str], columns: Sequence[Tensor | None]) -> None:
-    """Refuse points without an axis of positions where some positions are to be patched and others not.
-
-    Args:
-        model: The wrapped model.
-        names: Hook points.
-        columns: As ``columns`` gives them.
-
-    Raises:
-        InputError: Names the point and its axes.
-    """
+    """Refuse (InputError) points without an axis of positions where some positions are to be patched and others not."""
     if all(column is None for column in columns):
         return
     for name in names:

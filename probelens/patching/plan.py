@@ -6,7 +6,6 @@ second run, which is made batch by batch during the sweep, so that only one batc
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from probelens.running.collect import collect, stops_at
 from probelens.running.sweep.conditions import Condition, Intervention, Read
 from probelens.running.sweep.plan import SweepPlan, plan
 
-__all__ = ["PatchPlan", "Source", "patch_plan", "put_in"]
+__all__ = ["PatchPlan", "patch_plan"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +177,7 @@ def patch_plan(
     values = Source(model, source, names, mask)
     groups = [names] if joint else [[name] for name in names]
     conditions = [
-        Condition((i, j), tuple(put_in(model, name, values.at(name), column) for name in group))
+        Condition((i, j), tuple(values.put_in(name, column) for name in group))
         for i, group in enumerate(groups)
         for j, column in enumerate(where)
     ]
@@ -201,52 +200,25 @@ def patch_plan(
     )
 
 
-def put_in(
-    model: HookedModel,
-    name: str,
-    values: Callable[[Tensor], Tensor],
-    column: Tensor | None,
-    edit: Callable[[Tensor | None, Tensor], Edit] = Replace,
-) -> Intervention:
-    """Put values in at one position of each example.
-
-    Args:
-        model: The wrapped model.
-        name: Hook point.
-        values: From the numbers of examples to their activations, in the axes of the point.
-        column: The position in each example, on the point's own axis of positions; None for all. (example,)
-        edit: Makes the edit from positions and values.
-
-    Returns:
-        The intervention.
-    """
-    # At a state point other steps then run without a stop at each.
-    steps = sorted(set(column.tolist())) if column is not None and model.point(name).step else None
-
-    def edit_for(rows: Tensor) -> HookFn:
-        made = edit(None if column is None else column[rows], values(rows))
-        return made if steps is None else at(steps, made)
-
-    return Intervention(name, edit_for, column)
-
-
 class Source:
-    """Activations of one run at several sites, for the batch that was asked for last.
-
-    Args:
-        model: The wrapped model.
-        tokens: (example, pos)
-        names: Hook points.
-        mask: 1 for real tokens. (example, pos)
-    """
+    """Activations of one run at several sites, for the batch that was asked for last. Tokens and mask (example, pos)."""
 
     def __init__(self, model: HookedModel, tokens: Tensor, names: list[str], mask: Tensor | None) -> None:
         self.model, self.tokens, self.names, self.mask = model, tokens, names, mask
         self.forget()
 
-    def at(self, name: str) -> Callable[[Tensor], Tensor]:
-        """From examples to their activations at one point."""
-        return functools.partial(self._rows, name)
+    def put_in(
+        self, name: str, column: Tensor | None, edit: Callable[[Tensor | None, Tensor], Edit] = Replace
+    ) -> Intervention:
+        """Put them in at a point: ``column`` is the position of each example on its axis; None for all. (example,)"""
+        # At a state point other steps then run without a stop at each.
+        steps = sorted(set(column.tolist())) if column is not None and self.model.point(name).step else None
+
+        def edit_for(rows: Tensor) -> HookFn:
+            made = edit(None if column is None else column[rows], self._rows(name, rows))
+            return made if steps is None else at(steps, made)
+
+        return Intervention(name, edit_for, column)
 
     def forget(self) -> None:
         """Free the activations."""

@@ -24,6 +24,15 @@ __all__ = ["PatchResult"]
 GAP = "fraction of the gap"
 
 
+def need_answered(correct: Tensor) -> None:
+    """Refuse pairs none of which is answered correctly by both runs. (example,)"""
+    if not bool(correct.any()):
+        raise MetricError(
+            f"none of the {len(correct)} pairs is answered correctly by both runs, so there is no gap to "
+            "restore. Train the model longer, or look at all pairs with correct_only=False."
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class PatchResult(Result):
     """What patching did, for every site, position and example.
@@ -87,11 +96,7 @@ class PatchResult(Result):
             MetricError: None does.
         """
         chosen = self.correct if correct_only else torch.ones_like(self.correct)
-        if not bool(chosen.any()):
-            raise MetricError(
-                f"none of the {len(self.correct)} pairs is answered correctly by both runs, so there is no gap to "
-                "restore. Train the model longer, or look at all pairs with correct_only=False."
-            )
+        need_answered(chosen)
         return chosen
 
     def recovery(self, correct_only: bool = True) -> Tensor:
@@ -173,13 +178,6 @@ class PatchResult(Result):
 
         Raises:
             InputError: Other sites, positions, mode, metric or pairs, or ``top`` below 1.
-
-        Examples:
-            >>> exact = PatchResult(
-            ...     torch.tensor([[[0.0], [1.0], [2.0]]]), torch.ones(1), -torch.ones(1),
-            ...     torch.tensor([True]), ["hook_embed"], [-1], ["0", "1", "2"])
-            >>> exact.agreement(exact, top=1)["top_overlap"]
-            1.0
         """
         from scipy.stats import pearsonr, spearmanr
 
@@ -233,11 +231,7 @@ class PatchResult(Result):
         )  # fmt: skip
 
     def findings(self) -> list[str]:
-        """The cell of the largest recovery, and the layers and positions where much comes back.
-
-        Returns:
-            Sentences, one per line.
-        """
+        """The cell of the largest recovery, and the layers and positions where much comes back."""
         n, counted = len(self.correct), int(self.correct.sum())
         what = "is recovered at" if self.mode == "denoise" else "is removed at"
         lines = [
@@ -265,14 +259,11 @@ class PatchResult(Result):
         return lines
 
     def plot(self, tokens: Sequence[str] | None = None, correct_only: bool = True) -> go.Figure:
-        """Heat map of recovery, layer by position.
+        """Heat map of recovery, layer by position, with intervals in the hover text.
 
         Args:
             tokens: Text of each position, shown on the axis.
             correct_only: As for ``recovery``.
-
-        Returns:
-            A heat map with intervals in the hover text.
         """
         from probelens.results import plots
 

@@ -80,7 +80,11 @@ class Result:
         raise NotImplementedError(f"{type(self).__name__} has no table")
 
     def plot(self) -> go.Figure:
-        """The result as a plotly figure."""
+        """The result as a plotly figure.
+
+        Returns:
+            The figure, to show, change or write to a file.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no figure")
 
     def save(self, path: str | os.PathLike[str]) -> Path:

@@ -219,15 +219,7 @@ def collect(
 
 
 def stops_at(model: HookedModel, names: list[str]) -> int | None:
-    """The block before which a run that only collects can stop; None for a whole forward.
-
-    Args:
-        model: The wrapped model.
-        names: Hook points to collect.
-
-    Returns:
-        Block, below ``n_layers``.
-    """
+    """The block, below ``n_layers``, before which a run that only collects can stop; None for a whole forward."""
     blocks = [model.point(name).block for name in names]
     if None in blocks or not model.can_skip():
         return None

@@ -13,23 +13,14 @@ from probelens.hooks.trials import faster_forwards_agree
 if TYPE_CHECKING:
     from probelens.hooks.model import HookedModel
 
-__all__ = ["faster_forwards"]
-
 
 @contextlib.contextmanager
 def faster_forwards(model: HookedModel, names: Iterable[str] = ()) -> Iterator[None]:
     """Run the faster forwards while the context lasts, where hooks are sure to see what the model's own would show.
 
-    The model's own forward runs where the caller has hooks on the model, or a point is on a module inside a mixer,
-    since the two forwards may not call the same modules. Whether both give the same numbers is tried, and remembered
-    until something in the model is exchanged.
-
-    Args:
-        model: The wrapped model.
-        names: Hook points that are read or edited meanwhile.
-
-    Yields:
-        Nothing.
+    The model's own forward runs where the caller has hooks on the model, or a point among ``names``, read or edited
+    meanwhile, is on a module inside a mixer, since the two forwards may not call the same modules. Whether both give
+    the same numbers is tried, and remembered until something in the model is exchanged.
     """
     paths = model.adapter.faster_paths()
     inside = tuple(f"{path}." for path in paths)

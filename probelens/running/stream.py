@@ -21,8 +21,6 @@ from torch import Tensor
 from probelens.errors import InputError, StoreError
 from probelens.results.files import atomic_path
 
-__all__ = ["RECORD", "Stream", "need_storable"]
-
 RECORD, LOCK = "collect.json", "collect.lock"
 _STORABLE = (torch.float16, torch.float32, torch.float64)
 _FORMAT = 3
@@ -31,15 +29,9 @@ _BLOCK = 2**20
 
 
 class Stream:
-    """Activations on disk.
+    """Activations on disk, of ``n`` examples in all.
 
-    Args:
-        folder: Where the files are, or go.
-        n: Examples in all.
-        key: Names the data, sites and model: a stream with another key is refused.
-
-    Raises:
-        StoreError: The folder holds something else, or what was written there has changed.
+    ``key`` names the data, sites and model: a stream with another key is refused (StoreError), and one that has changed.
     """
 
     def __init__(self, folder: Path, n: int, key: str) -> None:
@@ -174,12 +166,7 @@ class Stream:
             yield
 
     def put(self, start: int, found: Mapping[str, Tensor]) -> None:
-        """Write the activations of some examples, and then the record.
-
-        Args:
-            start: Their first row; rows before ``done`` stay as they are.
-            found: Site name to activations. (example, ...)
-        """
+        """Write the activations (example, ...) of the examples from row ``start`` on, but for those before ``done``; then the record."""
         import numpy as np
 
         stop = start + len(next(iter(found.values())))
@@ -228,14 +215,7 @@ class Stream:
 
 
 def need_storable(dtype: torch.dtype) -> None:
-    """Refuse a dtype that ``.npy`` files don't have.
-
-    Args:
-        dtype: A floating dtype.
-
-    Raises:
-        InputError: It is bfloat16, or another that numpy lacks.
-    """
+    """Refuse (InputError) a floating dtype that ``.npy`` files don't have, such as bfloat16."""
     if dtype.is_floating_point and dtype not in _STORABLE:
         raise InputError(
             f"{str(dtype).removeprefix('torch.')} can't be streamed to disk. Give dtype=torch.float16 or torch.float32"

@@ -11,8 +11,6 @@ from torch import Tensor
 from probelens.errors import metric_note, noted
 from probelens.hooks.points import HookFn
 
-__all__ = ["Condition", "Intervention", "Read"]
-
 
 @dataclass(frozen=True)
 class Intervention:
@@ -32,25 +30,13 @@ class Intervention:
     first: Tensor | None = None
 
     def earliest(self, rows: Tensor) -> int:
-        """The first position that may change in any of some examples, as far as ``first`` says.
-
-        Args:
-            rows: Numbers of the examples. (batch,)
-
-        Returns:
-            A position.
-        """
+        """The first position that may change in any of some examples, as far as ``first`` says."""
         return 0 if self.first is None else int(self.first[rows].min())
 
 
 @dataclass(frozen=True)
 class Condition:
-    """Interventions that are in place together during one run.
-
-    Args:
-        key: Names the run.
-        interventions: What is in place; none for an unedited run.
-    """
+    """Interventions that are in place together during one run, named by a key; none for an unedited run."""
 
     key: tuple[Any, ...]
     interventions: tuple[Intervention, ...]
@@ -71,15 +57,7 @@ class Read:
     data: Mapping[str, Tensor] = field(default_factory=dict)
 
     def value(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """What is kept of some examples' logits.
-
-        Args:
-            logits: At the positions read. (batch, read, d_vocab)
-            rows: Which examples they are of. (batch,)
-
-        Returns:
-            A value for each example. (batch, ...)
-        """
+        """What is kept of some examples' logits at the positions read: (batch, read, d_vocab) -> (batch, ...)."""
         fn = self.fn
         data = {key: value[rows].to(logits.device) for key, value in self.data.items()}
         # The library's own readers name the metric that they were given.

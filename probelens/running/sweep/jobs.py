@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,8 +12,6 @@ from torch import Tensor
 from probelens.hooks.model import HookedModel
 from probelens.running.sweep.conditions import Condition, Intervention
 from probelens.running.sweep.memory import Limits
-
-__all__ = ["SHORTEST", "Job", "Load", "jobs_of", "loads", "passes"]
 
 _EMBEDDINGS = ("hook_embed", "hook_pos_embed")
 SHORTEST = 8
@@ -66,19 +64,12 @@ def jobs_of(model: HookedModel, conditions: Sequence[Condition]) -> list[Job]:
 
 def loads(
     jobs: Sequence[Job], begins: Sequence[int], last: int, rows: int, length: int, n: int, limits: Limits,
-    passes: Callable[[Sequence[int], int], list[tuple[int, int]]],
+    passes: Callable[[Sequence[int], int], Iterable[tuple[int, int]]],
 ) -> list[Load]:  # fmt: skip
     """Divide the jobs of a batch into loads that fit into memory, and each load into passes.
 
-    Args:
-        jobs: What to run.
-        begins: Where each may begin at the earliest.
-        last: The last position that is read.
-        rows: Examples of the batch.
-        length: Positions of a sequence.
-        n: Blocks of the model.
-        limits: How much memory may be used.
-        passes: From where runs begin, not increasing, and examples to the slices that share a pass.
+    ``begins`` says where each may begin at the earliest, ``last`` is the last position that is read, ``n`` counts the
+    model's blocks; ``passes`` takes where runs begin, not increasing, and examples to the slices that share a pass.
     """
     parts: list[list[tuple[Job, int]]] = [[]]
     held = [0]
@@ -117,10 +108,12 @@ def _job(model: HookedModel, index: int, condition: Condition) -> Job | None:
     return Job(index, condition.interventions, start, stop, direct)
 
 
+# A plan asks for what its run asks for again, batch by batch.
+@functools.lru_cache(maxsize=64)
 def passes(
-    positions: Sequence[int], rows: int, length: int, overhead: float, most: int, together: int = 1 << 30
-) -> list[tuple[int, int]]:
-    """Which neighbouring runs share a pass that begins where the earliest of them does.
+    positions: tuple[int, ...], rows: int, length: int, overhead: float, most: int, together: int = 1 << 30
+) -> tuple[tuple[int, int], ...]:
+    """Slices of ``positions`` that cost least: which neighbouring runs share a pass that begins where the earliest does.
 
     Args:
         positions: Where each run may begin, not increasing.
@@ -130,23 +123,12 @@ def passes(
         most: Tokens of a pass; one run alone may take more.
         together: Runs that may share a pass.
 
-    Returns:
-        Slices (start, stop) of ``positions`` that cost least.
-
     Examples:
-        >>> passes([3, 2, 1, 0], rows=1, length=4, overhead=0, most=100)
-        [(0, 1), (1, 2), (2, 3), (3, 4)]
-        >>> passes([3, 2, 1, 0], rows=1, length=4, overhead=100, most=100)
-        [(0, 4)]
+        >>> passes((3, 2, 1, 0), rows=1, length=4, overhead=0, most=100)
+        ((0, 1), (1, 2), (2, 3), (3, 4))
+        >>> passes((3, 2, 1, 0), rows=1, length=4, overhead=100, most=100)
+        ((0, 4),)
     """
-    return list(_passes(tuple(positions), rows, length, overhead, most, together))
-
-
-# A plan asks for what its run asks for again, batch by batch.
-@functools.lru_cache(maxsize=64)
-def _passes(
-    positions: tuple[int, ...], rows: int, length: int, overhead: float, most: int, together: int
-) -> tuple[tuple[int, int], ...]:
     cost, before = [0.0], [0]
     for stop in range(1, len(positions) + 1):
         width = rows * (length - positions[stop - 1])

@@ -11,8 +11,6 @@ from torch import Tensor
 from probelens.hooks.model import HookedModel
 from probelens.running.sweep.conditions import Read
 
-__all__ = ["EDITED", "LOGITS", "PASSES", "WORK", "Limits", "Sizes", "in_bytes", "largest", "mib"]
-
 # Limits in bytes where the caller names no budget.
 EDITED = 1 << 28
 PASSES = 1 << 30
@@ -78,22 +76,12 @@ class Limits:
 
 
 def in_bytes(size: int) -> str:
-    """A number of bytes, and in words where these are shorter.
-
-    Examples:
-        >>> in_bytes(20_000), in_bytes(300)
-        ('20000 bytes (19.53 KiB)', '300 bytes')
-    """
+    """A number of bytes, and in words where these are shorter: 300 bytes, 20000 bytes (19.53 KiB)."""
     return f"{size} bytes" + (f" ({mib(size)})" if size >= 1 << 10 else "")
 
 
 def mib(size: int) -> str:
-    """Bytes in words.
-
-    Examples:
-        >>> mib(3 << 20), mib(1500), mib(300)
-        ('3.00 MiB', '1.46 KiB', '300 bytes')
-    """
+    """Bytes in words: 3.00 MiB, 1.46 KiB, 300 bytes."""
     for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
         if size >= unit:
             return f"{size / unit:,.{2 if size < 100 * unit else 0}f} {name}"
@@ -101,10 +89,5 @@ def mib(size: int) -> str:
 
 
 def largest(batch: int, memory: int | None, need: Callable[[int], int]) -> int:
-    """The most examples, up to ``batch``, whose need stays within the budget; 0 if one alone is too much.
-
-    Examples:
-        >>> largest(8, 100, lambda n: 30 * n), largest(8, 10, lambda n: 30 * n), largest(8, None, lambda n: 30 * n)
-        (3, 0, 8)
-    """
+    """The most examples, up to ``batch``, whose need stays within the budget; 0 if one alone is too much."""
     return batch if memory is None else bisect.bisect_right(range(1, batch + 1), memory, key=need)

@@ -193,7 +193,7 @@ def plan(
     """Say what a sweep will run, and what it costs, before it runs.
 
     Args:
-        model: The wrapped model.
+        model: The wrapped model; run in eval mode, without gradients.
         tokens: Inputs. (example, pos)
         conditions: What to run.
         read: What to keep.
@@ -224,7 +224,7 @@ def plan(
         )
     require_repeatable(model, tokens)
     mask = mask_for_model(model, attention_mask, tokens)
-    work = Work.of(model, tokens, conditions, read, mask, batch_size, memory, source_bytes)
+    work = Work(model, tokens, conditions, read, mask, batch_size, memory, source_bytes)
     strategy, why = choose(work)
     trial, otherwise = strategy.trial(), None
     if trial:
@@ -282,13 +282,7 @@ def sweep(
     """Run every condition on every example: ``plan`` and its ``run``.
 
     Args:
-        model: The wrapped model; run in eval mode, without gradients.
-        tokens: Inputs. (example, pos)
-        conditions: What to run.
-        read: What to keep.
-        batch_size: Examples in one forward pass, at most.
-        attention_mask: 1 for real tokens. (example, pos)
-        memory: Bytes that may be held at once; see ``plan``.
+        Those of ``plan``, without ``source_bytes``.
         progress: Show a progress bar.
         describe: What the bar counts.
 

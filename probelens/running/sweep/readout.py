@@ -9,8 +9,6 @@ from probelens.hooks.model import HookedModel
 from probelens.running.sweep.conditions import Read
 from probelens.running.sweep.memory import Sizes
 
-__all__ = ["Readout"]
-
 
 class Readout:
     """Collects residuals of many conditions, and unembeds them together.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +16,6 @@ from probelens.running.sweep.readout import Readout
 from probelens.running.sweep.resumer import Resumer, distrust, distrusted, resumer_of
 from probelens.running.sweep.strategy import Strategy, TrialFailed, Unfit, first_block, pick, why_not_skip
 from probelens.running.sweep.work import Work
-
-__all__ = ["Resume"]
 
 
 @dataclass(frozen=True)
@@ -36,13 +34,7 @@ class Resume(Strategy):
     A condition's edits change the residual that enters the block after them. Where that is equal to the
     unedited run's, bit by bit, up to some position, the rest begins there. Conditions that begin at the same
     position, or near each other, share a pass, which each joins at the block where its edits end. Nothing is
-    assumed about what an edit does.
-
-    Args:
-        work: What to run.
-
-    Raises:
-        Unfit: The model or the inputs don't allow it, or what is kept exceeds the memory budget.
+    assumed about what an edit does. Unfit where the model or inputs don't allow it, or what is kept exceeds the budget.
     """
 
     path = "resume"
@@ -176,9 +168,9 @@ class Resume(Strategy):
     def _floor(self, pos: int) -> int:
         return pos - pos % self.limits.spacing
 
-    def _passes(self, begins: Sequence[int], rows: int) -> list[tuple[int, int]]:
+    def _passes(self, begins: Sequence[int], rows: int) -> Iterable[tuple[int, int]]:
         limits = self.limits
-        return passes(begins, rows, self.length, self.resumer.overhead(), limits.tokens, limits.together)
+        return passes(tuple(begins), rows, self.length, self.resumer.overhead(), limits.tokens, limits.together)
 
     # -- running -------------------------------------------------------------------------------------
 
@@ -202,7 +194,10 @@ class Resume(Strategy):
                 raise
             distrust(model)
             raise TrialFailed from err
-        entering = {stop: self._entering(stop, final, cache) for stop in {job.stop for job in self.jobs}}
+        entering = {
+            stop: final if stop == self.n else cache[f"blocks.{stop}.hook_resid_pre"]
+            for stop in {job.stop for job in self.jobs}
+        }
         self._try(rows, entering, final)
         readout = Readout(model, work.read, rows, self.limits.logits)
         where = None if work.read.pos is None else work.read.pos[rows].to(final.device)
@@ -233,9 +228,6 @@ class Resume(Strategy):
             if job.stop < self.n:
                 names[f"blocks.{job.stop}.hook_resid_pre"] = None
         return list(names)
-
-    def _entering(self, stop: int, final: Tensor, cache: Mapping[str, Tensor]) -> Tensor:
-        return final if stop == self.n else cache[f"blocks.{stop}.hook_resid_pre"]
 
     def _try(self, rows: Tensor, entering: Mapping[int, Tensor], final: Tensor) -> None:
         """Raise TrialFailed if the kept run, or a run from its middle, gives other numbers than the model's own forward.

@@ -19,18 +19,12 @@ from probelens.hooks.trials import recall, remember
 if TYPE_CHECKING:
     from probelens.hooks.model import HookedModel
 
-__all__ = ["Resumer", "distrust", "distrusted", "resumer_of"]
-
 # Answered with the longest sequence on which resumed runs were seen to be right, or with _WRONG.
 _QUESTION, _WRONG = "resume", -1
 
 
 class Resumer(ABC):
-    """Runs of one model that begin at a block and at a position.
-
-    Args:
-        model: The wrapped model.
-    """
+    """Runs of one model that begin at a block and at a position."""
 
     # Bytes that may be kept of a batch where the caller names no budget.
     BUDGET: ClassVar[int] = 1 << 30
@@ -68,14 +62,9 @@ class Resumer(ABC):
 
     @abstractmethod
     def base(self, tokens: Tensor, names: Iterable[str]) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Run without edits, and keep what later positions need of earlier ones.
+        """Run without edits, cache the named points, and keep what later positions need of earlier ones.
 
-        Args:
-            tokens: (example, pos)
-            names: Hook points to cache.
-
-        Returns:
-            The residual after the last block (example, pos, d_model), and the cache.
+        Returns the residual after the last block (example, pos, d_model), and the cache.
         """
 
     def forward(self, tokens: Tensor, names: Iterable[str], **arguments: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -90,16 +79,9 @@ class Resumer(ABC):
 
     @abstractmethod
     def tail(self, resid: Tensor, layer: int, pos: int, until: int) -> Tensor:
-        """Run from a block and a position on, for several conditions at once.
+        """Run from a block and a position that ``floor`` gives on, up to block ``until``, for several conditions at once.
 
-        Args:
-            resid: What enters the block, condition by condition. (condition · example, pos from ``pos`` on, d_model)
-            layer: The block.
-            pos: The first position, one that ``floor`` gives.
-            until: The block before which to stop; the number of blocks for none.
-
-        Returns:
-            The residual there, in the shape of ``resid``.
+        ``resid`` (condition · example, pos from ``pos`` on, d_model) is what enters the block; the result has its shape.
         """
 
     def running(self) -> contextlib.AbstractContextManager[Any]:

@@ -17,8 +17,6 @@ from probelens.running.sweep.conditions import Condition
 from probelens.running.sweep.memory import in_bytes, largest, mib
 from probelens.running.sweep.work import Work
 
-__all__ = ["Full", "Skip", "Strategy", "TrialFailed", "Unfit", "first_block", "pick", "why_not_skip"]
-
 
 class Unfit(Exception):
     """A strategy can't run some work; the message is the reason."""
@@ -29,13 +27,7 @@ class TrialFailed(Exception):
 
 
 class Strategy(ABC):
-    """One way to run every condition on every example.
-
-    A strategy that can't run the work raises ``Unfit`` when it is made, so that one that exists can be run.
-
-    Args:
-        work: What to run.
-    """
+    """One way to run every condition on every example; raises ``Unfit`` when it is made if it can't run the work."""
 
     path: ClassVar[str]
     # Whether ``count`` is what will run, and not the most.
@@ -52,26 +44,13 @@ class Strategy(ABC):
 
     @abstractmethod
     def count(self, rows: Tensor, first: bool) -> tuple[int, int]:
-        """Block-positions of a batch, and positions through the unembedding.
-
-        Args:
-            rows: Numbers of the examples. (batch,)
-            first: Whether it is the first batch.
-        """
+        """Block-positions of a batch, and positions through the unembedding; ``first`` says whether it is the first batch."""
 
     @abstractmethod
     def run(self, rows: Tensor, done: Callable[[int], None]) -> tuple[Tensor, list[Tensor]]:
-        """Run a batch.
+        """Run a batch; ``done`` is called with the number of runs that were finished.
 
-        Args:
-            rows: Numbers of the examples. (batch,)
-            done: Called with the number of runs that were finished.
-
-        Returns:
-            What is kept of the unedited run, and of each condition's. (batch, ...)
-
-        Raises:
-            TrialFailed: This way gives other numbers.
+        Returns what is kept of the unedited run, and of each condition's (batch, ...); TrialFailed if the numbers are others.
         """
 
     def trial(self) -> int:
@@ -90,15 +69,7 @@ class Strategy(ABC):
     def run_all(self, progress: bool, describe: str) -> tuple[Tensor, Tensor]:
         """Run all batches.
 
-        Args:
-            progress: Show a progress bar.
-            describe: What the bar counts.
-
-        Returns:
-            Values (condition, example, ...), and those of the unedited run (example, ...).
-
-        Raises:
-            TrialFailed: This way gives other numbers.
+        Returns values (condition, example, ...), and those of the unedited run; TrialFailed if this way gives other numbers.
         """
         work, batches = self.work, self.batches()
         names = {one.name for condition in work.conditions for one in condition.interventions}
@@ -118,16 +89,10 @@ class Strategy(ABC):
         return torch.stack([torch.cat(parts) for parts in each]), base
 
     def edited(self, rows: Tensor, condition: Condition, start: int | None, resid: Tensor | None = None) -> Tensor:
-        """Run one condition without what is kept of earlier positions.
+        """Run one condition without what is kept of earlier positions; what is kept of it. (batch, ...)
 
-        Args:
-            rows: Numbers of the examples. (batch,)
-            condition: What to run.
-            start: A block up to which nothing is edited; None where edits lie outside the blocks, too.
-            resid: What enters that block; None to run from the tokens. (batch, pos, d_model)
-
-        Returns:
-            What is kept. (batch, ...)
+        ``start`` is a block up to which nothing is edited, None where edits lie outside the blocks, too; ``resid`` what enters
+        that block (batch, pos, d_model), None to run from the tokens.
         """
         model, n = self.work.model, self.work.n_layers
         hooks = [(one.name, one.edit_for(rows)) for one in condition.interventions]
@@ -153,11 +118,7 @@ class Strategy(ABC):
 
 
 class Full(Strategy):
-    """Each run is a whole forward.
-
-    Raises:
-        InputError: A memory budget that one example exceeds.
-    """
+    """Each run is a whole forward; InputError for a memory budget that one example exceeds."""
 
     path = "full"
 
@@ -224,8 +185,7 @@ class Full(Strategy):
 class Skip(Full):
     """Each run begins at its first edited block, with the residual stream of the unedited run.
 
-    Raises:
-        Unfit: No run can begin at a block, or what is kept for it exceeds the memory budget.
+    Unfit if no run can begin at a block, or what is kept for it exceeds the memory budget.
     """
 
     path = "skip"
@@ -244,12 +204,7 @@ class Skip(Full):
 
 
 def why_not_skip(model: HookedModel, tokens: Tensor) -> str:
-    """Why no run of a model can begin at a block; "" if one can.
-
-    Args:
-        model: The wrapped model.
-        tokens: What it runs on. (example, pos)
-    """
+    """Why no run of a model can begin at a block; "" if one can."""
     # Hooks that the caller left on the model may be anywhere, so every run is then a full one.
     if model.has_hooks():
         return "hooks on the model"
@@ -262,13 +217,7 @@ def why_not_skip(model: HookedModel, tokens: Tensor) -> str:
 
 
 def first_block(model: HookedModel, condition: Condition, tokens: Tensor) -> int | None:
-    """The first block that a condition edits; None where a run of it can't begin there.
-
-    Args:
-        model: The wrapped model.
-        condition: What to run.
-        tokens: What the model runs on. (example, pos)
-    """
+    """The first block that a condition edits; None where a run of it can't begin there."""
     layers = [model.point(one.name).block for one in condition.interventions]
     found = [layer for layer in layers if layer is not None]
     if not found or len(found) < len(layers):
@@ -277,13 +226,5 @@ def first_block(model: HookedModel, condition: Condition, tokens: Tensor) -> int
 
 
 def pick(tensor: Tensor, pos: Tensor) -> Tensor:
-    """A tensor at some positions of each example.
-
-    Args:
-        tensor: (batch, pos, d)
-        pos: (batch, read)
-
-    Returns:
-        (batch, read, d)
-    """
+    """A tensor at some positions of each example: (batch, pos, d) at (batch, read) -> (batch, read, d)."""
     return tensor.gather(1, pos.to(tensor.device)[..., None].expand(-1, -1, tensor.shape[-1]))
