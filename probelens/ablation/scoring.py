@@ -119,7 +119,7 @@ def _effects(
         if row.get("condition") != "target":
             continue
         row.update(effect=None, effect_lo=None, effect_hi=None, effect_against=None, effect_p=None)
-        drawn = {
+        drawn: dict[str, list[int]] = {
             kind: [j for j, r in enumerate(rows) if (r["site"], r["condition"]) == (row["site"], kind)]
             for kind in CONTROLS
         }

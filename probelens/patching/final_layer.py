@@ -264,10 +264,10 @@ def patch_sites(
     need_answered(counted[:, 1])
     values = torch.full((len(sites), len(pairs)), float("nan"))
     eps = torch.finfo(model.cfg.dtype).eps
-    rows: list[dict[str, Any]] = []
+    rows = []
     for i, site in enumerate(sites):
         reason = reasons[site.name]
-        row = {
+        row: dict[str, Any] = {
             "site": site.name, "description": site.text, "read": site.read,
             "expected": 1.0 if site.name == "C" and plan.mixer == plan.after else site.expected,
             "recovery": None, "lo": None, "hi": None, "n": 0, "holds": None,
