@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from probelens.ablation.ablate import FLOOR
 from probelens.ablation.columns import CONDITION, EFFECT, SCORES, SITE
 from probelens.ablation.controls import CONTROLS, Control, Removal, with_controls
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 __all__ = ["LengthTransfer", "length_transfer"]
-
-SPANS = ("all", "seen", "beyond")
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,13 +156,9 @@ def length_transfer(
         for length in lengths:
             batch = base if length == trained_length else task.sample(n, length, seed, exclude=exclude)
             runs = run(model, batch, drawn, "accuracy", target, 1.0, batch_size, memory=memory)
-            for span in SPANS:
-                scored = runs.scored.clone()
-                end = trained_length + int(task.bos)
-                if span == "seen":
-                    scored[:, end:] = False
-                elif span == "beyond":
-                    scored[:, :end] = False
+            later = torch.arange(runs.scored.shape[1], device=runs.scored.device) >= trained_length + int(task.bos)
+            spans = {"all": runs.scored, "seen": runs.scored & ~later, "beyond": runs.scored & later}
+            for span, scored in spans.items():
                 if not bool(scored.any()):
                     continue
                 chance = accuracy_chance(batch, target, "accuracy", scored)

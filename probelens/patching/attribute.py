@@ -88,7 +88,10 @@ def attribute(
             found, value = first_order(
                 model, into[rows], None if mask is None else mask[rows], names, values, rows, read
             )
-            cells = [torch.stack([at_column(x, c, rows) for c in where]) for x in found]
+            cells = [
+                torch.stack([x.sum(1) if c is None else x[torch.arange(len(rows)), c[rows]] for c in where])
+                for x in found
+            ]
             parts.append(torch.stack(cells) + value[:, 0])
             base.append(value)
             bar.update(1)
@@ -152,9 +155,3 @@ def first_order(
                 parts.append(effect.flatten(1).sum(-1)[:, None])
         found.append(torch.cat(parts, 1).cpu())
     return found, value.detach().cpu()
-
-
-def at_column(x: Tensor, column: Tensor | None, rows: Tensor) -> Tensor:
-    if column is None:
-        return x.sum(1)
-    return x[torch.arange(len(rows)), column[rows]]
