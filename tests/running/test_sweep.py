@@ -207,7 +207,7 @@ def test_strategies_that_can_not_run_some_work_say_why() -> None:
     model, x, read = pl.wrap(zoo.build("neox")), zoo.tokens(N, LENGTH, seed=3), Read(last)
 
     def work(conditions: list[Condition], memory: int | None = None) -> Work:
-        return Work.of(model, x, conditions, read, None, 64, memory, 0)
+        return Work(model, x, conditions, read, None, 64, memory, 0)
 
     assert [kind(work(cells(model))).path for kind in (Resume, Skip, Full)] == ["resume", "skip", "full"]
     with pytest.raises(Unfit, match="2 conditions that could begin in mid-sequence"):
