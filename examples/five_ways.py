@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+import functools
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ class Bar:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One way to be fooled: the truth, a usual method, and what this library measures instead.
+    """One way to be fooled.
 
     Args:
         key: Short name.
@@ -68,14 +68,7 @@ class Case:
         return self.steps[-1][1]
 
 
-def usual(what: str, value: float, guess: float | None = None) -> Bar:
-    """A number of the usual method."""
-    return Bar("usual", what, value, guess)
-
-
-def here(what: str, value: float, guess: float | None = None) -> Bar:
-    """A number of this library."""
-    return Bar("here", what, value, guess)
+usual, here = functools.partial(Bar, "usual"), functools.partial(Bar, "here")
 
 
 def by_probe(accuracy: float, baseline: float) -> str:
@@ -91,9 +84,8 @@ def by_drop(drop: float) -> str:
 def judge(row: dict[str, Any]) -> str:
     """The conclusion from an ablation with its refit and controls.
 
-    Used: nothing can read the variable any more, and it costs more than random subspaces do. Not
-    used: nothing can read it, and it costs no more. Anything else decides nothing: it can still be
-    read, or never could.
+    If nothing can read the variable any more: used where that costs more than random subspaces do, otherwise not used.
+    If it can still be read, or never could be, nothing is decided.
     """
     beyond = row["effect_lo"] > 0 and row["effect_p"] <= 0.05
     if row["verdict"] == "erased":
@@ -119,15 +111,12 @@ def _matched(row: dict[str, Any]) -> float:
 
 
 def _numbers(row: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    keys = ("clean", "drop", "lo", "hi", "effect", "effect_lo", "effect_hi", "effect_p", "baseline", "refit_accuracy",
-            "refit_mlp_accuracy", "refit_position_accuracy", "probe_accuracy", "damage_random_matched")  # fmt: skip
-    found = {f"{prefix}{key}": float(row[key]) for key in keys}
-    return {**found, f"{prefix}matched_drop": _matched(row), f"{prefix}refit": _refit(row)}
+    found = {**row, "matched_drop": _matched(row), "refit": _refit(row)}
+    return {f"{prefix}{key}": float(value) for key, value in found.items() if isinstance(value, int | float)}
 
 
-def _erased(made: World, label: str, target: str | None = None, sites: str = SITE) -> dict[str, Any]:
-    found = erase(made.model, made.fit, made.held, label=label, target=target or label, sites=sites)
-    return found.rows[0]
+def _erased(made: World, label: str, target: str | None = None) -> dict[str, Any]:
+    return erase(made.model, made.fit, made.held, label=label, target=target or label, sites=SITE).rows[0]
 
 
 def case_unused() -> Case:
@@ -145,8 +134,7 @@ def case_unused() -> Case:
         here("a refitted probe reads z", numbers["refit"], row["baseline"]),
         here("answers lost without y", other["drop"]),
     )
-    says = by_probe(accuracy, majority)
-    return Case("unused", "readable, not used", UNUSED, naive, says, steps, bars, numbers)
+    return Case("unused", "readable, not used", UNUSED, naive, by_probe(accuracy, majority), steps, bars, numbers)
 
 
 def case_twice() -> Case:
@@ -257,9 +245,7 @@ def case_crowded() -> Case:
     return Case("crowded", title, UNUSED, naive, by_drop(row["drop"]), steps, bars, numbers)
 
 
-CASES: tuple[Callable[[], Case], ...] = (
-    case_unused, case_twice, case_exclusive, case_flipping, case_spare, case_crowded,
-)  # fmt: skip
+CASES = (case_unused, case_twice, case_exclusive, case_flipping, case_spare, case_crowded)
 
 
 def table(found: list[Case]) -> str:
@@ -272,8 +258,6 @@ def table(found: list[Case]) -> str:
     return "\n".join(lines)
 
 
-# -- the figures -----------------------------------------------------------------------------------------------
-
 INK, GREY = "#7A7F87", "#7F8791"
 COLORS = {"usual": "#D55E00", "here": "#0072B2"}
 LABEL, WIDE, ROW = 345, 250, 26
@@ -283,8 +267,10 @@ def figure(case: Case) -> str:
     """The bars of a case as an SVG that reads on light and dark pages."""
     rows = len(case.bars)
     height = (rows + 1) * ROW + 34
-    parts = [_text(0, 16, f"usual method: {case.naive_says}", COLORS["usual"], weight="bold")]
-    parts.append(_text(LABEL, 16, f"measured here: {case.says}", COLORS["here"], weight="bold"))
+    parts = [
+        _text(0, 16, f"usual method: {case.naive_says}", COLORS["usual"], weight="bold"),
+        _text(LABEL, 16, f"measured here: {case.says}", COLORS["here"], weight="bold"),
+    ]
     spoken = []
     for i, bar in enumerate(case.bars):
         top = ROW * (i + 1) + 4
@@ -295,9 +281,8 @@ def figure(case: Case) -> str:
         parts.append(f'<rect x="{LABEL}" y="{top}" width="{length:.1f}" height="16" fill="{COLORS[bar.who]}"/>')
         if bar.guess is not None:
             x = LABEL + WIDE * bar.guess
-            parts.append(
-                f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top - 3}" y2="{top + 19}" stroke="{GREY}" stroke-width="2"/>'
-            )
+            ends = f'x1="{x:.1f}" x2="{x:.1f}" y1="{top - 3}" y2="{top + 19}"'
+            parts.append(f'<line {ends} stroke="{GREY}" stroke-width="2"/>')
         end = LABEL + max(length, WIDE * (bar.guess or 0.0)) + 8
         parts.append(_text(end, top + 13, f"{bar.value:.2f}", INK))
     bottom = ROW * (rows + 1) + 8
@@ -314,10 +299,8 @@ def figure(case: Case) -> str:
 def _text(
     x: float, y: float, text: str, color: str, anchor: str = "start", weight: str = "normal", size: int = 14
 ) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y}" fill="{color}" text-anchor="{anchor}" font-weight="{weight}" '
-        f'font-size="{size}">{escape(text)}</text>'
-    )
+    look = f'fill="{color}" text-anchor="{anchor}" font-weight="{weight}" font-size="{size}"'
+    return f'<text x="{x:.1f}" y="{y}" {look}>{escape(text)}</text>'
 
 
 def write_figures(found: list[Case], folder: Path) -> list[Path]:

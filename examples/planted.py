@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import probelens as pl
 
 WIDTH, LENGTH, NUISANCE = 16, 12, 1024
+NOTHING = torch.zeros(WIDTH, WIDTH)
 SITE = "blocks.0.hook_resid_post"
 
 
@@ -105,14 +106,13 @@ def nuisance(spread: Tensor) -> Tensor:
 def spread(quiet: dict[int, float]) -> Tensor:
     """Standard deviations that fall along the axes, small where the model reads."""
     out = torch.linspace(5.0, 0.5, WIDTH)
-    for axis, value in quiet.items():
-        out[axis] = value
+    out[list(quiet)] = torch.tensor(list(quiet.values()))
     return out
 
 
 def world(
-    variables: dict[str, tuple[int, dict[int, float]]], quiet: dict[int, float], mixer: Tensor | None,
-    mlp: Tensor | None, read: Callable[[Tensor], Tensor], extra: dict[str, Callable[[dict[str, Tensor]], Tensor]],
+    variables: dict[str, dict[int, float]], quiet: dict[int, float], read: Callable[[Tensor], Tensor],
+    mixer: Tensor = NOTHING, mlp: Tensor = NOTHING, extra: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda bits: {},
     alternate: bool = False, turn: bool = True, n: int = 1600,
 ) -> World:  # fmt: skip
     """A world of binary variables, each ±amplitude along some axes. Matrices are given on the axes."""
@@ -121,31 +121,25 @@ def world(
     ids = torch.arange(n_tokens)
     bits = {name: (ids >> i) & 1 for i, name in enumerate(names)}
     on_axes = nuisance(spread(quiet))[ids >> len(names)]
-    for name, (_, amplitude) in variables.items():
+    for name, amplitude in variables.items():
         for axis, size in amplitude.items():
             on_axes[:, axis] += size * (2.0 * bits[name] - 1)
-    zero = torch.zeros(WIDTH, WIDTH)
-
-    def turned(matrix: Tensor | None) -> Tensor:
-        return basis.T @ (zero if matrix is None else matrix) @ basis
 
     def read_axes(x: Tensor) -> Tensor:
         score = read(x @ basis.T)
         return torch.stack([-score, score], dim=-1)
 
-    writer = Writer(Write(turned(mixer), alternate), Write(turned(mlp)))
+    writer = Writer(Write(basis.T @ mixer @ basis, alternate), Write(basis.T @ mlp @ basis))
     module = Planted(on_axes @ basis, writer, Reader(read_axes), 2)
     tokens = torch.randint(n_tokens, (n, LENGTH), generator=torch.Generator().manual_seed(2))
     labels = {name: value[tokens] for name, value in bits.items()}
-    labels |= {name: fn(labels) for name, fn in extra.items()}
-    return _world(module, tokens, labels)
+    return _world(module, tokens, labels | extra(labels))
 
 
 def _world(module: nn.Module, tokens: Tensor, labels: dict[str, Tensor]) -> World:
     model = pl.wrap(module, blocks="layers", embed="embed", unembed="head")
     batch = pl.Batch(tokens, labels)
-    half = len(batch) // 2
-    return World(model, batch[:half], batch[half:])
+    return World(model, batch[: len(batch) // 2], batch[len(batch) // 2 :])
 
 
 def entry(source: int, to: int, size: float = 1.0) -> Tensor:
@@ -157,23 +151,22 @@ def entry(source: int, to: int, size: float = 1.0) -> Tensor:
 
 def unused() -> World:
     """z is in the residual stream, and the second block reads y only."""
-    return world({"y": (2, {8: 1.0}), "z": (2, {9: 2.0})}, {8: 0.25, 9: 0.5}, None, None, lambda x: x[..., 8], {})
+    return world({"y": {8: 1.0}, "z": {9: 2.0}}, {8: 0.25, 9: 0.5}, lambda x: x[..., 8])
 
 
 def twice() -> World:
     """Both components write y, and the second block needs only one of the copies."""
     return world(
-        {"y": (2, {8: 1.0})}, {8: 0.25, 10: 0.05, 11: 0.05}, entry(8, 10), entry(8, 11),
-        lambda x: x[..., 10].clamp(-0.5, 0.5) + x[..., 11].clamp(-0.5, 0.5), {},
+        {"y": {8: 1.0}}, {8: 0.25, 10: 0.05, 11: 0.05},
+        lambda x: x[..., 10].clamp(-0.5, 0.5) + x[..., 11].clamp(-0.5, 0.5), entry(8, 10), entry(8, 11),
     )  # fmt: skip
 
 
 def exclusive() -> World:
     """The answer is a xor b; the stream holds a and b, each of which alone says nothing about it."""
     return world(
-        {"a": (2, {8: 1.0}), "b": (2, {9: 1.0})}, {8: 0.25, 9: 0.25, 10: 0.05, 11: 0.05},
-        entry(8, 10) + entry(9, 11), None, lambda x: -x[..., 10] * x[..., 11],
-        {"y": lambda bits: bits["a"] ^ bits["b"]},
+        {"a": {8: 1.0}, "b": {9: 1.0}}, {8: 0.25, 9: 0.25, 10: 0.05, 11: 0.05}, lambda x: -x[..., 10] * x[..., 11],
+        entry(8, 10) + entry(9, 11), extra=lambda bits: {"y": bits["a"] ^ bits["b"]},
     )  # fmt: skip
 
 
@@ -181,14 +174,14 @@ def flipping() -> World:
     """The first block flips the sign of y with the position, and the second, which knows the position, flips it back."""
     # The second component takes the token's own copy away, so that only the turning one is left.
     return world(
-        {"y": (2, {8: 1.0})}, {8: 0.25, 10: 0.05}, entry(8, 10), entry(8, 8, -1.0),
-        lambda x: x[..., 10] * signs(x.shape[1]).to(x), {}, alternate=True,
+        {"y": {8: 1.0}}, {8: 0.25, 10: 0.05}, lambda x: x[..., 10] * signs(x.shape[1]).to(x),
+        entry(8, 10), entry(8, 8, -1.0), alternate=True,
     )  # fmt: skip
 
 
 def spare() -> World:
     """y has large amplitude along one axis, which is read, and small amplitude along another, which a probe prefers."""
-    return world({"y": (2, {8: 4.0, 9: 1.0})}, {8: 0.5, 9: 0.1}, None, None, lambda x: x[..., 8], {}, turn=False)
+    return world({"y": {8: 4.0, 9: 1.0}}, {8: 0.5, 9: 0.1}, lambda x: x[..., 8], turn=False)
 
 
 def crowded(n: int = 800, answers: int = 64, width: int = 8, noise: float = 0.3) -> World:

@@ -12,6 +12,7 @@ To try it on a model of your own, copy this file and change `train_model`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from probelens.experiments.settings import at_least
 
 LABELS = {"depth": "depth (open brackets, 0 to 10)", "top": "top of stack (type of the innermost open bracket)"}
 NAMES = {"lstm": "LSTM", "gru": "GRU", "transformer": "Transformer", "mamba": "Mamba", "mamba2": "Mamba-2"}
+FREE = ("out", "archs", "workers")  # models may be added to a run; any other change makes it another run
 LENGTHS = (40, 60, 80, 100, 120)
 
 
@@ -59,8 +61,7 @@ class Config:
 
     def cell(self, arch: str) -> dict[str, Any]:
         """The settings on which one model's results depend."""
-        shared = settings_of(self, ("out", "archs", "workers"))
-        return {"recipe": "quickstart", "name": NAMES.get(arch, arch), "arch": arch, **shared}
+        return {"recipe": "quickstart", "name": NAMES.get(arch, arch), "arch": arch, **settings_of(self, FREE)}
 
 
 # `smoke` only proves that everything runs: its models don't learn the task.
@@ -74,13 +75,16 @@ def make_task() -> pl.tasks.Dyck:
     return pl.tasks.Dyck(k=2, max_depth=10, noop=0.2, target="state", bos=True)
 
 
+def untrained(arch: str, seed: int) -> pl.HookedModel:
+    """A model at its random initialisation."""
+    return pl.wrap(pl.models.build(pl.models.FormalConfig.for_task(arch, make_task(), seed=seed, embedding_std=1.0)))
+
+
 def train_model(
     config: Mapping[str, Any], folder: Path, status: Status
 ) -> tuple[pl.HookedModel, pl.training.TrainResult]:
     """The trained model of one cell; an interrupted training continues where it stopped."""
-    task = make_task()
-    formal = pl.models.FormalConfig.for_task(config["arch"], task, seed=config["seed"], embedding_std=1.0)
-    model = pl.wrap(pl.models.build(formal))
+    task, model = make_task(), untrained(config["arch"], config["seed"])
     recurrent_state = config["arch"] in ("mamba", "mamba2")
 
     def show(step: Mapping[str, Any]) -> None:
@@ -105,18 +109,15 @@ def run_cell(config: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
     lengths = tuple(dict.fromkeys((config["length"], *LENGTHS)))
     status.update("measuring, part", 0, 2)
     behaviour = pl.training.evaluate(model, task, lengths, n=128, trained_length=config["length"], seed=config["seed"])
-    fresh = pl.models.FormalConfig.for_task(config["arch"], task, seed=config["seed"] + 1000, embedding_std=1.0)
+    n, length, seed = config["n_pairs"], config["length"], config["seed"]
     pairs = {
-        name: aligned(
-            task.pairs(40 * config["n_pairs"], config["length"], config["seed"], label="state", kind=kind),
-            config["n_pairs"],
-        )
+        name: aligned(task.pairs(40 * n, length, seed, label="state", kind=kind), n)
         for name, kind in (("depth", "depth"), ("top", "type"))
     }
     status.update("measuring, part", 1, 2)
     found = pl.profile(
         model, task, labels=list(LABELS), length=config["length"], n_probe=config["n_probe"],
-        n_ablate=config["n_ablate"], pairs=pairs, untrained=pl.wrap(pl.models.build(fresh)),
+        n_ablate=config["n_ablate"], pairs=pairs, untrained=untrained(config["arch"], config["seed"] + 1000),
         controls=config["controls"], seed=config["seed"],
     )  # fmt: skip
     training.save(folder / "training.safetensors")
@@ -141,15 +142,10 @@ def tidy(config: Mapping[str, Any], training: Any, behaviour: Any, found: pl.Pro
 
 def run(config: Config, progress: bool = True) -> Path:
     """Run what is missing and write the report."""
-    unknown = [arch for arch in config.archs if arch not in NAMES]
-    if unknown or not config.archs:
+    if not config.archs or not set(config.archs) <= set(NAMES):
         raise pl.InputError(f"archs={config.archs!r}: allowed are {', '.join(NAMES)}")
-    cells = [config.cell(arch) for arch in config.archs]
-    # Models may be added to a run; any other change makes it another run.
-    return run_recipe(
-        "quickstart", config, cells, run_cell, lambda record: report(config, record),
-        free=("out", "archs", "workers"), progress=progress,
-    )  # fmt: skip
+    cells, finish = [config.cell(arch) for arch in config.archs], functools.partial(report, config)
+    return run_recipe("quickstart", config, cells, run_cell, finish, free=FREE, progress=progress)
 
 
 def report(config: Config, record: RunRecord) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,21 +37,15 @@ class Cell:
     n_params: int
 
 
-def read(config: Mapping[str, Any], folder: Path) -> Cell:
-    """The results of one model from its folder."""
-    model = pl.models.load(folder)
-    return Cell(
-        config["name"],
-        TrainResult.load(folder / "training.safetensors"),
-        EvalResult.load(folder / "behaviour.safetensors"),
-        pl.Profile.load(folder / "profile.safetensors"),
-        pl.models.n_params(model),
-    )
-
-
 def write(store: Store, cells: Sequence[tuple[Mapping[str, Any], Path]], config: Any, record: RunRecord) -> Path:
     """Write ``report.html`` into the run folder."""
-    found = [read(about, folder) for about, folder in cells]
+    found = [
+        Cell(
+            about["name"], TrainResult.load(folder / "training.safetensors"), EvalResult.load(folder / "behaviour.safetensors"),
+            pl.Profile.load(folder / "profile.safetensors"), pl.models.n_params(pl.models.load(folder)),
+        )
+        for about, folder in cells
+    ]  # fmt: skip
     names = " and ".join(f"the {cell.name}" for cell in found)
     lead = (
         f"Small language models, {names}, were trained to read sequences of {config.length} brackets of two types, "
@@ -58,17 +53,12 @@ def write(store: Store, cells: Sequence[tuple[Mapping[str, Any], Path]], config:
         "innermost one has. Below: where in each model these two variables can be read, whether removing them hurts, "
         "and whether putting them back repairs the answer. A variable that can be read need not be used."
     )
-    sections = [
-        _behaviour(found, config),
-        _readable(found),
-        *(_needed(cell, config) for cell in found),
-        _sufficient(found),
-    ]
+    needed = [_needed(cell, config) for cell in found]
     return write_report(
         store.folder / "report.html",
         title="Nested brackets: where depth and innermost bracket are kept",
         lead=lead,
-        sections=sections,
+        sections=[_behaviour(found, config), _readable(found), *needed, _sufficient(found)],
         findings=[sentence for cell in found for sentence in findings(cell)],
         measured={
             "Task": "Dyck-2, at most 10 deep, with no-op tokens (probability 0.2): legal prefixes of nested brackets",
@@ -86,17 +76,14 @@ def write(store: Store, cells: Sequence[tuple[Mapping[str, Any], Path]], config:
 
 def findings(cell: Cell) -> list[str]:
     """The main results of one model, one sentence each."""
-    found, out = cell.profile, []
-    late = found.behaviour["late"]
-    out.append(
-        f"{cell.name}: answers {late:.1%} of positions after the 20th correctly at the length it was trained on."
-    )
+    found = cell.profile
+    late = f"{found.behaviour['late']:.1%} of positions after the 20th correctly at the length it was trained on"
+    out = [f"{cell.name}: answers {late}."]
     for label in found.probes.labels:
         index, best = found.indices[label], found.probes.best(label)
         first = found.probes.row(found.probes.sites[0], label)
-        where = "the embedding" if best["layer"] == -1 else f"layer {best['layer']}"
         sentence = (
-            f"{cell.name}, {SAYS[label]}: read best at {where} with {best['accuracy']:.1%} "
+            f"{cell.name}, {SAYS[label]}: read best at {_place(best)} with {best['accuracy']:.1%} "
             f"(embedding {first['accuracy']:.1%}, best guess without a state {found.baseline[label]:.1%}"
         )
         if best.get("untrained") is not None:
@@ -106,36 +93,37 @@ def findings(cell: Cell) -> list[str]:
     return out
 
 
+def _place(row: Mapping[str, Any]) -> str:
+    return "the embedding" if row["layer"] == -1 else f"layer {row['layer']}"
+
+
 def _ablated(result: pl.AblationResult) -> str:
     targets = result.targets()
     if all(row["verdict"] == "floor" for row in targets):
         return "the model has not learned the task well enough for an ablation to cost anything."
     worst = max(targets, key=lambda row: row["drop"])
-    means = {}
-    for kind in ("random", "random_matched"):
+    random = []
+    for kind, said in (("random", "of equal rank"), ("random_matched", "that remove equal variance")):
         drops = [r["drop"] for r in result.rows if r["site"] == worst["site"] and r["condition"] == kind]
         if drops:
-            means[kind] = 100 * sum(drops) / len(drops)
-    where = "the embedding" if worst["layer"] == -1 else f"layer {worst['layer']}"
-    text = f"removing the probe's subspace costs most at {where}, {100 * worst['drop']:.0f} points of accuracy"
-    if means:
-        said = {"random": "of equal rank", "random_matched": "that remove equal variance"}
-        text += f" (random subspaces {', '.join(f'{said[k]} {v:.0f}' for k, v in means.items())})"
-    recovered = [r for r in targets if r["verdict"] == "inconclusive"]
-    inside = [r for r in targets if r["verdict"] != "tautological"]
-    text += f"; at {len(recovered)} of {len(inside)} layers a refitted probe still reads it"
+            random.append(f"{said} {100 * sum(drops) / len(drops):.0f}")
+    text = f"removing the probe's subspace costs most at {_place(worst)}, {100 * worst['drop']:.0f} points of accuracy"
+    if random:
+        text += f" (random subspaces {', '.join(random)})"
+    count = Counter(row["verdict"] for row in targets)
+    recovered = count["inconclusive"]
+    text += f"; at {recovered} of {len(targets) - count['tautological']} layers a refitted probe still reads it"
     if recovered:
         text += ", so a drop there does not show that the model needs this subspace"
-    absent = sum(r["verdict"] == "absent" for r in targets)
-    if absent:
-        text += f"; at {absent} no probe reads it in the first place"
+    if count["absent"]:
+        text += f"; at {count['absent']} no probe reads it in the first place"
     return text + "."
 
 
 def _behaviour(cells: Sequence[Cell], config: Any) -> Section:
-    by_length = pd.concat([_with(c.behaviour.to_dataframe(), c.name) for c in cells])
+    by_length = pd.concat([c.behaviour.to_dataframe().assign(model=c.name) for c in cells])
     by_length = by_length[by_length["span"] == "all"]
-    training = pd.concat([_with(c.training.to_dataframe(), c.name) for c in cells])
+    training = pd.concat([c.training.to_dataframe().assign(model=c.name) for c in cells])
     charts = [
         Chart(
             plots.length_curve(by_length, color="model", train_length=config.length),
@@ -156,7 +144,7 @@ def _behaviour(cells: Sequence[Cell], config: Any) -> Section:
 
 
 def _readable(cells: Sequence[Cell]) -> Section:
-    probes = pd.concat([_with(c.profile.probes.to_dataframe(), c.name) for c in cells])
+    probes = pd.concat([c.profile.probes.to_dataframe().assign(model=c.name) for c in cells])
     task = probes[probes["control"] == "task"]
     charts = [
         Chart(
@@ -167,11 +155,8 @@ def _readable(cells: Sequence[Cell]) -> Section:
         )
         for label in dict.fromkeys(task["label"])
     ]
-    rows = [
-        {"model": c.name, "label": label, "verdict": index.verdict, "why": index.reason}
-        for c in cells
-        for label, index in c.profile.indices.items()
-    ]
+    found = [(c.name, label, index) for c in cells for label, index in c.profile.indices.items()]
+    rows = [{"model": m, "label": label, "verdict": index.verdict, "why": index.reason} for m, label, index in found]
     text = (
         "Where can a linear probe read each variable? A rise from one layer to the next says that the block made it "
         "easier to read. What the untrained model shows as well was there before training."
@@ -197,16 +182,15 @@ def _needed(cell: Cell, config: Any) -> Section:
         )
         for label, result in cell.profile.ablations.items()
     ]
+    columns = {
+        "layer": "layer", "rank": "rank", "drop": "drop", "drop lo": "lo", "drop hi": "hi", "probe": "probe_accuracy",
+        "refit": "refit_accuracy", "refit MLP": "refit_mlp_accuracy", "baseline": "baseline", "effect": "effect", "verdict": "verdict",
+    }  # fmt: skip
     rows = [
-        {
-            "label": label, "layer": row["layer"], "rank": row["rank"], "drop": row["drop"], "drop lo": row["lo"],
-            "drop hi": row["hi"], "probe": row["probe_accuracy"], "refit": row["refit_accuracy"],
-            "refit MLP": row["refit_mlp_accuracy"], "baseline": row["baseline"], "effect": row["effect"],
-            "verdict": row["verdict"],
-        }
+        {"label": label, **{name: row[column] for name, column in columns.items()}}
         for label, result in cell.profile.ablations.items()
         for row in result.targets()
-    ]  # fmt: skip
+    ]
     text = (
         "Does the answer get worse when the variable is taken out? The probe's subspace is removed at one layer at a "
         "time and the accuracy of the model's answers is measured again, on sequences that no probe has seen."
@@ -217,10 +201,8 @@ def _needed(cell: Cell, config: Any) -> Section:
         "drop does not belong to this variable. `tautological` marks layers that the answer is read from directly, "
         "`absent` those where nothing could be read before the ablation either."
     )
-    tables = [Table(f"{cell.name}: ablations by layer", rows)]
-    return Section(
-        f"Needed: {cell.name}", text, charts, tables, note, explain=("ablation", "refit", "random", "tautological")
-    )
+    tables, explain = [Table(f"{cell.name}: ablations by layer", rows)], ("ablation", "refit", "random", "tautological")
+    return Section(f"Needed: {cell.name}", text, charts, tables, note, explain)
 
 
 def _sufficient(cells: Sequence[Cell]) -> Section:
@@ -232,16 +214,12 @@ def _sufficient(cells: Sequence[Cell]) -> Section:
             except pl.MetricError as err:
                 missing.append(f"{cell.name}, {SAYS[name]}: {err}")
                 continue
-            n = int(result.correct.sum())
-            charts.append(
-                Chart(
-                    figure,
-                    f"{cell.name}: share of the clean-corrupted gap that one patched activation restores, by layer and "
-                    f"position; {SAYS[name]} pairs ({PAIRS[name]}); {n} of {len(result.correct)} pairs that both runs "
-                    "answer correctly.",
-                    name=f"sufficient-{cell.name.lower()}-{name}",
-                )
+            caption = (
+                f"{cell.name}: share of the clean-corrupted gap that one patched activation restores, by layer and position; "
+                f"{SAYS[name]} pairs ({PAIRS[name]}); {int(result.correct.sum())} of {len(result.correct)} pairs that both "
+                "runs answer correctly."
             )
+            charts.append(Chart(figure, caption, name=f"sufficient-{cell.name.lower()}-{name}"))
     text = (
         "Does putting the variable back repair the answer? The activation at one layer and position of the clean run is "
         "copied into the corrupted run, and the answer at the last position is read again. Position 0 is the start token. "
@@ -250,10 +228,5 @@ def _sufficient(cells: Sequence[Cell]) -> Section:
     note = (
         "The last layer at the last position restores all of it by construction, since the answer is read from there."
     )
-    return Section(
-        "Sufficient", text, charts, note="\n\n".join([note, *missing]), explain=("patching", "recovery", "vacuous")
-    )
-
-
-def _with(table: pd.DataFrame, model: str) -> pd.DataFrame:
-    return table.assign(model=model)
+    explain = ("patching", "recovery", "vacuous")
+    return Section("Sufficient", text, charts, note="\n\n".join([note, *missing]), explain=explain)

@@ -16,14 +16,12 @@ from types import ModuleType
 import pandas as pd
 
 import probelens as pl
-from probelens.examples.refit_the_probe.code_depth import tables as code_depth
+from probelens.examples.refit_the_probe.code_depth import report as code_depth
 from probelens.examples.refit_the_probe.formal import tables as formal
-from probelens.examples.refit_the_probe.pretrained import tables as pretrained
+from probelens.examples.refit_the_probe.pretrained import report as pretrained
 from probelens.examples.refit_the_probe.shared.pages import exit_with_message, fill, write_pictures
 from probelens.examples.refit_the_probe.shared.rows import merged, slim
 from probelens.results.files import atomic_path, read_rows, write_rows
-
-__all__ = ["filled", "main"]
 
 
 def recipe_of(rows: pd.DataFrame) -> ModuleType:

@@ -15,8 +15,6 @@ from probelens.probing.splits import split_by_group
 from probelens.running.collect import Activations
 from probelens.tasks.data import Batch
 
-__all__ = ["DRAWS", "Readings", "counted", "guess", "profile", "resampled"]
-
 DRAWS = 1000
 
 LEAST = 3  # modules: the recall of a class that fewer of the test modules hold is that of a function or two
@@ -103,14 +101,7 @@ def recalls(guess: Tensor, test: Batch, label: str, n_classes: int) -> tuple[Ten
 
 
 def counted(asked: Tensor) -> Tensor:
-    """The classes that at least ``LEAST`` modules hold; all classes that occur if fewer than two do.
-
-    Args:
-        asked: Positions of each class in each module. (module, class)
-
-    Returns:
-        (class,) bool
-    """
+    """The classes that at least ``LEAST`` modules hold; all that occur if fewer than two are: (module, class) -> (class,)"""
     held = (asked > 0).sum(0)
     return held >= LEAST if int((held >= LEAST).sum()) > 1 else held > 0
 

@@ -15,6 +15,7 @@ architecture untrained.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,13 +24,11 @@ from typing import Any
 import probelens as pl
 from probelens.examples.refit_the_probe.code_depth.readings import Readings, profile
 from probelens.examples.refit_the_probe.shared.corpus import functions, held_out
-from probelens.examples.refit_the_probe.shared.models import device_of, identity, is_mamba, quiet, untrained
+from probelens.examples.refit_the_probe.shared.models import identified, is_mamba, load_pretrained, untrained
 from probelens.experiments import RunRecord, Status
 from probelens.experiments.recipe import finished_rows, run_recipe, settings_of
 from probelens.experiments.settings import at_least
 from probelens.running.collect import collect
-
-__all__ = ["PRESETS", "Config", "report", "run"]
 
 FREE = ("out", "model", "seeds", "workers")
 LABELS = ("depth", "indent")
@@ -85,10 +84,8 @@ class Config:
             shared["corpus"] = str(Path(self.corpus).absolute())
         found = []
         for name, seed in itertools.product(self.model, self.seeds):
-            # Absolute, since a worker of a cluster starts in another folder.
-            place = str(Path(name).absolute()) if Path(name).is_dir() else name
-            found.append({"recipe": "paper-code-depth", "name": f"{Path(name).name}, seed {seed}", "model": place,
-                          "weights": identity(place), "seed": seed, **shared})  # fmt: skip
+            found.append({"recipe": "paper-code-depth", "name": f"{Path(name).name}, seed {seed}", **identified(name),
+                          "seed": seed, **shared})  # fmt: skip
         return found
 
 
@@ -100,20 +97,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def run_cell(config: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Probe one frozen model.
-
-    Args:
-        config: As ``Config.cells`` makes it.
-        folder: Where results stay.
-
-    Returns:
-        Probes by layer, baselines and profile statistics as rows, distinguished by the column ``kind``.
-    """
+    """Probe one frozen model: probes by layer, baselines and profile statistics as rows, told apart by ``kind``."""
     status = Status(folder)
     status.update("reading the corpus", 0, 3)
-    with quiet():
-        options = {"revision": config["revision"]} if config["revision"] and not config["weights"] else {}
-        model = pl.load(config["model"], device=device_of(config), dtype="float32", **options)
+    model = load_pretrained(config)
     task = make_task(config, model.tokenizer)
     batch = task.sample(config["n"], length=config["length"], seed=config["seed"])
     sites = chosen(model, config["every"])
@@ -122,18 +109,14 @@ def run_cell(config: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
     status.update("running it untrained", 2, 3)
     fresh = collect(untrained(model, config["seed"] + 1000), batch, sites, batch_size=16)
     status.update("probing", 2, 3)
-    labels = {label: batch.labels[label] for label in LABELS}
-    both = [
-        pl.probe(some, labels, batch.groups, mask=batch.mask, tokens=batch.tokens, max_rows=config["max_rows"],
-                 seed=config["seed"])
-        for some in (acts, fresh)
-    ]  # fmt: skip
-    both[0].save(folder / "probes.safetensors")
+    labels, seed = {label: batch.labels[label] for label in LABELS}, config["seed"]
+    options = {"mask": batch.mask, "tokens": batch.tokens, "max_rows": config["max_rows"], "seed": seed}
+    found, before = (pl.probe(some, labels, batch.groups, **options) for some in (acts, fresh))
+    found.save(folder / "probes.safetensors")
     rows: list[dict[str, Any]] = []
     for label in LABELS:
-        own, bare = (Readings.of(result, some, batch, label, config["seed"])
-                     for result, some in zip(both, (acts, fresh), strict=True))  # fmt: skip
-        rows += measured(both[0], own, bare, label)
+        own = Readings.of(found, acts, batch, label, seed)
+        rows += measured(found, own, Readings.of(before, fresh, batch, label, seed), label)
     about = {
         "model": Path(config["model"]).name, "arch": "mamba" if is_mamba(model) else "transformer", "seed": config["seed"],
         "n_layers": model.cfg.n_layers, "n_params": pl.models.n_params(model.module), "functions": len(batch),
@@ -146,9 +129,8 @@ def run_cell(config: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
 def make_task(config: Mapping[str, Any], tokenizer: Any) -> pl.tasks.CodeDepth:
     """Code-Depth for a tokenizer, on modules that no model of this folder was pretrained on."""
     if tokenizer is None:
-        raise pl.InputError(
-            "the model came without a tokenizer, and it does not read bytes. Save a tokenizer in its folder."
-        )
+        said = "the model came without a tokenizer, and it does not read bytes. Save a tokenizer in its folder."
+        raise pl.InputError(said)
     corpus: Any = config["corpus"]
     if corpus == "stdlib" and config["unseen"]:
         corpus = [(module, code) for module, code in functions(max_chars=2000) if held_out(module)]
@@ -184,16 +166,8 @@ def run(config: Config, progress: bool = True) -> Path:
     """Run what is missing and write tables, figure and report."""
     if not (config.model and config.seeds) or config.every < 1:
         raise pl.InputError("model and seeds must name at least one each, and every must be at least 1")
-    free = (*FREE, "every")
-    return run_recipe(
-        "paper-code-depth",
-        config,
-        config.cells(),
-        run_cell,
-        lambda record: report(config, record),
-        free=free,
-        progress=progress,
-    )
+    free, finish = (*FREE, "every"), functools.partial(report, config)
+    return run_recipe("paper-code-depth", config, config.cells(), run_cell, finish, free=free, progress=progress)
 
 
 def report(config: Config, record: RunRecord) -> Path:

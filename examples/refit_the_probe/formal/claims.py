@@ -9,8 +9,6 @@ from probelens.examples.refit_the_probe.formal.claims_using import USING
 from probelens.examples.refit_the_probe.formal.rows import Missing
 from probelens.results.report import Claim
 
-__all__ = ["claims"]
-
 NEEDED = {"span", "length", "accuracy", "how", "drop", "lo", "hi", "verdict", "com", "n_params", "what", "label"}
 
 
@@ -28,7 +26,7 @@ def claims(rows: pd.DataFrame) -> list[Claim]:
     rows = rows.reindex(columns=[*rows.columns, *sorted(NEEDED - set(rows.columns))])
     for check in (*READING, *USING):
         try:
-            made += check(rows)
+            made.append(check(rows))
         except Missing as err:
             made.append(err.claim)
     return made

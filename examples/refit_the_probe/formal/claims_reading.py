@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pandas as pd
 
 from probelens.examples.refit_the_probe.formal.rows import Missing, of_kind, over_seeds, rows_of
 from probelens.examples.refit_the_probe.shared.claims import SOLVED, above, combined, every, fits, intervals
-from probelens.examples.refit_the_probe.shared.rows import each, of_learned
+from probelens.examples.refit_the_probe.shared.rows import each, of_learned, where
 from probelens.examples.refit_the_probe.shared.setup import LABELS, NAMES, TITLES
 from probelens.numerics.indices import STATISTICS
 from probelens.results.report import Claim
 
-__all__ = ["READING"]
-
 RECURRENT, SSM = ("lstm", "gru"), ("mamba", "mamba2")
+PARITY, S3, DYCK, COUNTER = ("parity", "state"), ("s3", "state"), ("dyck", "depth"), ("counter", "depth")
 
 
-def _sizes(rows: pd.DataFrame) -> list[Claim]:
+def _sizes(rows: pd.DataFrame) -> Claim:
     claim, paper = "1. Size: 4 layers, d_model 128, about 830K parameters where possible", "≈ 830K"
     found = rows_of(rows, "training", claim, paper).dropna(subset=["n_params"]).drop_duplicates("arch")
     said = ", ".join(f"{NAMES[r.arch]} {r.n_params / 1000:.0f}K" for r in each(found))
-    return [Claim(claim, paper, said, agrees=None, note="Mamba and Mamba-2 with their published blocks are smaller.")]
-
-
-def _answers(rows: pd.DataFrame, claim: str, paper: str) -> pd.DataFrame:
-    return of_learned(rows_of(rows, "behaviour", claim, paper))
+    return Claim(claim, paper, said, note="Mamba and Mamba-2 with their published blocks are smaller.")
 
 
 def _accuracies(rows: pd.DataFrame, claim: str, paper: str) -> pd.DataFrame:
-    return over_seeds(_answers(rows, claim, paper), ["arch", "task", "length"], "accuracy")
+    return over_seeds(of_learned(rows_of(rows, "behaviour", claim, paper)), ["arch", "task", "length"], "accuracy")
 
 
 def _named(row: Any) -> str:
@@ -43,38 +39,28 @@ def _named(row: Any) -> str:
     return NAMES[row["arch"]] + (part if row["n_learned"] < row["n_seeds"] else "")
 
 
-def _perfect(rows: pd.DataFrame) -> list[Claim]:
-    made = []
-    for task in ("parity", "s3"):
-        claim, paper = f"2. LSTM and GRU generalise perfectly on {TITLES[task]}", "100 % at 40 to 120 tokens"
-        found = _answers(rows, claim, paper)
-        found = found[found["arch"].isin(RECURRENT) & (found["task"] == task)]
-        if found.empty:
-            made.append(Missing(claim, paper).claim)
-            continue
-        # "Perfectly" is said of every trained model, so each seed is held against it.
-        worst = found.sort_values("accuracy", kind="stable").drop_duplicates("arch")
-        names = [_named(row) for _, row in worst.iterrows()]
-        said = ", ".join(
-            f"{n} {r.accuracy:.1%} at {r.length:.0f}"
-            + (f" (seed {r.train_seed:.0f} of {r.n_seeds:.0f})" if r.n_seeds > 1 else "")
-            for n, r in zip(names, each(worst), strict=True)
-        )
-        verdicts = [above(r, SOLVED) for _, r in found.iterrows() if r["n_learned"]]
-        absent = [None for arch in RECURRENT if arch not in set(found[found["n_learned"] > 0]["arch"])]
-        agrees = every([*verdicts, *absent])
-        made.append(Claim(claim, paper, f"worst: {said}", intervals(worst, names), agrees))
-    return made
+def _perfect(rows: pd.DataFrame, task: str) -> Claim:
+    claim, paper = f"2. LSTM and GRU generalise perfectly on {TITLES[task]}", "100 % at 40 to 120 tokens"
+    found = of_learned(rows_of(rows, "behaviour", claim, paper, task=task, arch=RECURRENT))
+    # "Perfectly" is said of every trained model, so each seed is held against it.
+    worst = found.sort_values("accuracy", kind="stable").drop_duplicates("arch")
+    names = [_named(row) for _, row in worst.iterrows()]
+    said = ", ".join(
+        f"{n} {r.accuracy:.1%} at {r.length:.0f}"
+        + (f" (seed {r.train_seed:.0f} of {r.n_seeds:.0f})" if r.n_seeds > 1 else "")
+        for n, r in zip(names, each(worst), strict=True)
+    )
+    verdicts = [above(r, SOLVED) for _, r in found.iterrows() if r["n_learned"]]
+    absent = [None for arch in RECURRENT if arch not in set(found[found["n_learned"] > 0]["arch"])]
+    return Claim(claim, paper, f"worst: {said}", intervals(worst, names), every([*verdicts, *absent]))
 
 
-def _by_family(
-    found: pd.DataFrame, task: str, beyond: int, families: Sequence[Sequence[str]]
-) -> tuple[list[list[pd.Series]], str]:
-    """Mean accuracy at longer sequences, of the architectures that learned the task, and of all of them as text.
+def _by_family(found: pd.DataFrame, task: str, families: Sequence[Sequence[str]]) -> tuple[list[list[pd.Series]], str]:
+    """Mean accuracy beyond 40 tokens, of the architectures that learned the task, and of all of them as text.
 
     The words are empty where a family wasn't run.
     """
-    part = found[(found["task"] == task) & (found["length"] > beyond)]
+    part = where(found[found["length"] > 40], task=task)
     mean = part.groupby("arch")[["accuracy", "lo", "hi", "n_seeds", "n_learned"]].mean().reset_index()
     said = [f"{_named(row)} {row['accuracy']:.1%}" for _, row in mean.iterrows()]
     rows = {str(row["arch"]): row for _, row in mean.iterrows() if row["n_learned"]}
@@ -90,35 +76,34 @@ def _compare(low: list[pd.Series], high: list[pd.Series]) -> bool | None:
     return True if worst["lo"] > best["hi"] else False if worst["hi"] < best["lo"] else None
 
 
-def _beats(rows: pd.DataFrame) -> list[Claim]:
+def _beats(rows: pd.DataFrame) -> Claim:
     claim, paper = "2. LSTM and GRU beat SSMs and Transformer on Dyck", "recurrent above the others"
     found = _accuracies(rows, claim, paper)
-    (low, high), said = _by_family(found, "dyck", 40, ((*SSM, "transformer"), RECURRENT))
+    (low, high), said = _by_family(found, "dyck", ((*SSM, "transformer"), RECURRENT))
     if not said:
-        return [Missing(claim, paper).claim]
+        raise Missing(claim, paper)
     agrees = _compare(low, high) if high and low else None
-    return [Claim(claim, paper, f"mean of 60 to 120 tokens: {said}", "", agrees)]
+    return Claim(claim, paper, f"mean of 60 to 120 tokens: {said}", "", agrees)
 
 
-def _order(rows: pd.DataFrame) -> list[Claim]:
+def _order(rows: pd.DataFrame) -> Claim:
     claim, paper = "2. Order on S3 as on Parity", "recurrent > SSM > Transformer"
     found = _accuracies(rows, claim, paper)
     verdicts: list[bool | None] = []
     said = []
     for task in ("parity", "s3"):
-        groups, words = _by_family(found, task, 40, (("transformer",), SSM, RECURRENT))
+        groups, words = _by_family(found, task, (("transformer",), SSM, RECURRENT))
         if not words:
             continue
         said.append(f"{TITLES[task]}: {words}")
         for low, high in itertools.pairwise(groups):
             verdicts.append(_compare(low, high) if low and high else None)
     both = None if len(said) < 2 else every(verdicts)
-    return [Claim(claim, paper, "; ".join(said) or "not run", "mean of 60 to 120 tokens" if said else "", both)]
+    return Claim(claim, paper, "; ".join(said) or "not run", "mean of 60 to 120 tokens" if said else "", both)
 
 
-def _indices(rows: pd.DataFrame, claim: str, paper: str) -> pd.DataFrame:
-    found = rows_of(rows, "indices", claim, paper)
-    return found[found["span"] == "late"]
+def _indices(rows: pd.DataFrame, claim: str, paper: str, **columns: Any) -> pd.DataFrame:
+    return rows_of(rows, "indices", claim, paper, span="late", **columns)
 
 
 def _words(found: pd.DataFrame) -> str:
@@ -127,7 +112,7 @@ def _words(found: pd.DataFrame) -> str:
     for arch, part in found.groupby("arch", sort=False):
         counts = part["verdict"].value_counts(sort=False)
         words = [str(word) if len(part) == 1 else f"{word} in {n} of {len(part)}" for word, n in counts.items()]
-        com = part["com"].dropna() if "com" in part else pd.Series(dtype=float)
+        com = part["com"].dropna()
         said.append(f"{NAMES[str(arch)]} {' / '.join(words)}" + (f" (COM {com.mean():.2f})" if len(com) else ""))
     return ", ".join(said)
 
@@ -144,7 +129,7 @@ def _pooled(found: pd.DataFrame) -> pd.DataFrame:
                 one = over_seeds(ends, by, name).iloc[0]
                 row |= {name: one[name], f"{name}_lo": one["lo"], f"{name}_hi": one["hi"]}
         made.append(row)
-    return pd.DataFrame(made, columns=None if made else [*by, "com"])
+    return pd.DataFrame(made)
 
 
 def _expected(found: pd.DataFrame, word: str, archs: Sequence[str]) -> bool | None:
@@ -154,45 +139,17 @@ def _expected(found: pd.DataFrame, word: str, archs: Sequence[str]) -> bool | No
     return every([*(fits(row, word) for row in each(learned)), *absent])
 
 
-def _late(rows: pd.DataFrame) -> list[Claim]:
-    made = []
-    for task in ("parity", "s3"):
-        for archs, word, paper in (
-            ((*SSM, *RECURRENT), "late", "jump at the last layer"),
-            (("transformer",), "gradual", "gradual rise from L1 to L3"),
-        ):
-            who = "Transformer" if len(archs) == 1 else "Mamba, Mamba-2, LSTM and GRU"
-            claim = f"3. {TITLES[task]}: {who}"
-            try:
-                found = _indices(rows, claim, paper)
-            except Missing as err:
-                made.append(err.claim)
-                continue
-            found = found[(found["task"] == task) & (found["label"] == "state") & found["arch"].isin(archs)]
-            if found.empty:
-                made.append(Missing(claim, paper).claim)
-                continue
-            made.append(
-                Claim(
-                    claim,
-                    paper,
-                    _words(found),
-                    _bounds(found),
-                    _expected(found, word, archs),
-                    _scales(rows, task, archs),
-                )
-            )
-    return made
+def _late(rows: pd.DataFrame, task: str, archs: Sequence[str], word: str, paper: str) -> Claim:
+    claim = f"3. {TITLES[task]}: {'Transformer' if len(archs) == 1 else 'Mamba, Mamba-2, LSTM and GRU'}"
+    found = _indices(rows, claim, paper, task=task, label="state", arch=archs)
+    note = _scales(rows, task, archs)
+    return Claim(claim, paper, _words(found), _bounds(found), _expected(found, word, archs), note)
 
 
 def _scales(rows: pd.DataFrame, task: str, archs: Sequence[str]) -> str:
     """The verdicts at other scales of the initial embedding, as a note."""
-    if "indices" not in set(rows["kind"]):
-        return ""
-    found = of_kind(rows, "indices")
-    found = found[(found["span"] == "late") & (found["task"] == task) & found["arch"].isin(archs)]
-    found = found[(found["embedding_std"] != 0.02) & (found["label"] == "state")]
-    said = [f"{std:g}: {_words(part)}" for std, part in found.groupby("embedding_std")]
+    found = where(of_kind(rows, "indices"), span="late", task=task, arch=archs, label="state")
+    said = [f"{std:g}: {_words(part)}" for std, part in found.groupby("embedding_std") if std != 0.02]
     return f"From an embedding of std 0.02; std {'; std '.join(said)}." if said else ""
 
 
@@ -204,36 +161,25 @@ def _bounds(found: pd.DataFrame) -> str:
     return "final share " + ", ".join(said)
 
 
-def _dyck(rows: pd.DataFrame) -> list[Claim]:
-    claim, paper = "4. Dyck depth: Transformer near-perfect at L0 and L1", "near-perfect at L0 and L1"
-    found = rows_of(rows, "probe", claim, paper)
-    found = found[(found["control"] == "task") & (found["task"] == "dyck") & (found["span"] == "late")]
-    made = []
-    for label in LABELS["dyck"]:
-        part = found[(found["arch"] == "transformer") & (found["label"] == label) & found["layer"].isin([0, 1])]
-        name = claim if label == "depth" else "4. Dyck, innermost bracket: the same"
-        if part.empty:
-            made.append(Missing(name, paper).claim)
-            continue
-        # "Near-perfect" is said of every trained model, so each seed is held against it.
-        verdict = every(above(r, 0.95) for _, r in part.iterrows())
-        seeds = part["train_seed"].nunique()
-        part = part.sort_values("accuracy", kind="stable").drop_duplicates("layer").sort_values("layer")
-        said = ", ".join(f"L{r.layer:.0f} {r.accuracy:.1%} (untrained {r.untrained:.1%})" for r in each(part))
-        said += f"; the worst of {seeds} seeds" if seeds > 1 else ""
-        ends = intervals(part, [f"L{r.layer:.0f}" for r in each(part)])
-        note = "What the untrained model shows as well was not learned."
-        made.append(Claim(name, paper, said, ends, verdict, note))
-    claim, paper = "4. Dyck depth: recurrent and SSM build up layer by layer", "gradual"
-    try:
-        words = _indices(rows, claim, paper)
-    except Missing as err:
-        return [*made, err.claim]
-    words = words[(words["task"] == "dyck") & (words["label"] == "depth") & (words["arch"] != "transformer")]
-    if words.empty:
-        return [*made, Missing(claim, paper).claim]
-    archs = (*SSM, *RECURRENT)
-    return [*made, Claim(claim, paper, _words(words), _bounds(words), _expected(words, "gradual", archs))]
+def _at_once(rows: pd.DataFrame, label: str) -> Claim:
+    claim = "4. Dyck depth: Transformer near-perfect at L0 and L1"
+    claim, paper = claim if label == "depth" else "4. Dyck, innermost bracket: the same", "near-perfect at L0 and L1"
+    about = {"control": "task", "task": "dyck", "span": "late", "arch": "transformer", "label": label, "layer": (0, 1)}
+    part = rows_of(rows, "probe", claim, paper, **about)
+    # "Near-perfect" is said of every trained model, so each seed is held against it.
+    verdict = every(above(r, 0.95) for _, r in part.iterrows())
+    seeds = part["train_seed"].nunique()
+    part = part.sort_values("accuracy", kind="stable").drop_duplicates("layer").sort_values("layer")
+    said = ", ".join(f"L{r.layer:.0f} {r.accuracy:.1%} (untrained {r.untrained:.1%})" for r in each(part))
+    said += f"; the worst of {seeds} seeds" if seeds > 1 else ""
+    ends = intervals(part, [f"L{r.layer:.0f}" for r in each(part)])
+    return Claim(claim, paper, said, ends, verdict, "What the untrained model shows as well was not learned.")
+
+
+def _layer_by_layer(rows: pd.DataFrame) -> Claim:
+    claim, paper, archs = "4. Dyck depth: recurrent and SSM build up layer by layer", "gradual", (*SSM, *RECURRENT)
+    found = _indices(rows, claim, paper, task="dyck", label="depth", arch=archs)
+    return Claim(claim, paper, _words(found), _bounds(found), _expected(found, "gradual", archs))
 
 
 def _groups(
@@ -246,10 +192,7 @@ def _groups(
     note: str = "",
 ) -> Claim:
     """Whether a task's centre of mass lies nearer to one task's than to another's, family by family."""
-    found = _indices(rows, claim, paper)
-    if "com" not in found:
-        raise Missing(claim, paper)
-    coms = _coms(found)
+    coms = _coms(_indices(rows, claim, paper))
     said, verdicts = [], list[bool | None]()
     for arch in NAMES:
         if not all((arch, *key) in coms for key in (one, near, far)):
@@ -271,15 +214,12 @@ def _coms(found: pd.DataFrame) -> dict[tuple[str, str, str], tuple[float, float,
     return {(r.arch, r.task, r.label): (float(r.com), float(r.com_lo), float(r.com_hi)) for r in each(_pooled(found))}
 
 
-def _reversal(rows: pd.DataFrame) -> list[Claim]:
-    claim, paper = ("(title of v1) From Parity to Dyck the families swap their order", "they do; no number known")
-    found = _indices(rows, claim, paper)
-    if "com" not in found:
-        raise Missing(claim, paper)
-    coms = _coms(found)
+def _reversal(rows: pd.DataFrame) -> Claim:
+    claim, paper = "(title of v1) From Parity to Dyck the families swap their order", "they do; no number known"
+    coms = _coms(_indices(rows, claim, paper))
     said, bounds, verdicts = [], [], list[bool | None]()
     for arch in SSM:
-        keys = [(a, *key) for key in (("parity", "state"), ("dyck", "depth")) for a in (arch, "transformer")]
+        keys = [(a, *key) for key in (PARITY, DYCK) for a in (arch, "transformer")]
         if all(key in coms for key in keys):
             value, lo, hi = combined([coms[key] for key in keys], (1, -1, -1, 1))
             parity, dyck = (coms[a][0] - coms[b][0] for a, b in (keys[:2], keys[2:]))
@@ -289,19 +229,40 @@ def _reversal(rows: pd.DataFrame) -> list[Claim]:
     if not said:
         raise Missing(claim, paper)
     note = "COM of the family minus that of the Transformer, on Parity less on Dyck: above 0 where it reverses."
-    return [Claim(claim, paper, ", ".join(said), "; ".join(bounds), every(verdicts), note)]
+    return Claim(claim, paper, ", ".join(said), "; ".join(bounds), every(verdicts), note)
 
 
-def _grouping(rows: pd.DataFrame) -> list[Claim]:
-    claim, paper = "5. S3 groups with Parity, not with Dyck, in all families", "all five"
-    return [_groups(rows, claim, paper, ("s3", "state"), ("parity", "state"), ("dyck", "depth"))]
-
-
-def _counter(rows: pd.DataFrame) -> list[Claim]:
-    claim, paper = ("(added) Counter, a clipped sum without a stack, groups with Dyck depth", "not in the paper")
-    note = "Clipping isn't linear, so a Counter that lies elsewhere doesn't show that depth needs a stack."
-    keys = ("counter", "depth"), ("dyck", "depth"), ("parity", "state")
-    return [_groups(rows, claim, paper, *keys, note)]
-
-
-READING = (_sizes, _perfect, _beats, _order, _late, _dyck, _reversal, _grouping, _counter)
+READING: tuple[Callable[[pd.DataFrame], Claim], ...] = (
+    _sizes,
+    *(partial(_perfect, task=task) for task in ("parity", "s3")),
+    _beats,
+    _order,
+    *(
+        partial(_late, task=task, archs=archs, word=word, paper=paper)
+        for task in ("parity", "s3")
+        for archs, word, paper in (
+            ((*SSM, *RECURRENT), "late", "jump at the last layer"),
+            (("transformer",), "gradual", "gradual rise from L1 to L3"),
+        )
+    ),
+    *(partial(_at_once, label=label) for label in LABELS["dyck"]),
+    _layer_by_layer,
+    _reversal,
+    partial(
+        _groups,
+        claim="5. S3 groups with Parity, not with Dyck, in all families",
+        paper="all five",
+        one=S3,
+        near=PARITY,
+        far=DYCK,
+    ),
+    partial(
+        _groups,
+        claim="(added) Counter, a clipped sum without a stack, groups with Dyck depth",
+        paper="not in the paper",
+        one=COUNTER,
+        near=DYCK,
+        far=PARITY,
+        note="Clipping isn't linear, so a Counter that lies elsewhere doesn't show that depth needs a stack.",
+    ),
+)

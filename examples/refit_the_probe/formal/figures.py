@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from probelens.examples.refit_the_probe.formal.rows import LAST, main_cells, of_kind, over_seeds
-from probelens.examples.refit_the_probe.shared.rows import of_learned
+from probelens.examples.refit_the_probe.shared.rows import of_learned, where
 from probelens.examples.refit_the_probe.shared.setup import LABELS, TASKS, TITLES, WHAT
 from probelens.results import plots
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
-
-__all__ = ["FIGURES"]
 
 
 def behaviour(rows: pd.DataFrame) -> go.Figure | None:
@@ -24,16 +22,14 @@ def behaviour(rows: pd.DataFrame) -> go.Figure | None:
     found = main_cells(rows, "behaviour")
     if found.empty:
         return None
-    found = of_learned(found)
-    table = over_seeds(found, ["model", "task", "length"], "accuracy")
+    table = over_seeds(of_learned(found), ["model", "task", "length"], "accuracy")
     table["task"] = table["task"].map(TITLES)
     return plots.length_curve(table.astype({"length": int}), color="model", facet="task", train_length=40)
 
 
 def profiles(rows: pd.DataFrame) -> go.Figure | None:
     """Probe accuracy by layer, late positions, with the untrained model dashed."""
-    found = main_cells(rows, "probe")
-    found = found[(found["control"] == "task") & (found["span"] == "late")]
+    found = where(main_cells(rows, "probe"), control="task", span="late")
     kept = found[[lab in LABELS[task] for lab, task in zip(found["label"], found["task"], strict=True)]]
     if kept.empty:
         return None
@@ -43,9 +39,8 @@ def profiles(rows: pd.DataFrame) -> go.Figure | None:
 
 def embedding_scale(rows: pd.DataFrame) -> go.Figure | None:
     """The same profile for three scales of the initial embedding."""
-    found = of_kind(rows, "probe")
-    found = found[(found["control"] == "task") & (found["span"] == "late") & (found["label"] == "state")]
-    found = found[found["arch"].isin(["lstm", "gru"]) & found["task"].isin(["parity", "s3"])]
+    about = {"control": "task", "span": "late", "label": "state", "arch": ("lstm", "gru"), "task": ("parity", "s3")}
+    found = where(of_kind(rows, "probe"), **about)
     if found["embedding_std"].nunique() < 2:
         return None
     found = found.assign(cell=found["model"] + ", " + found["cell"], std=found["embedding_std"].map("std {:g}".format))
@@ -77,11 +72,10 @@ def refits(rows: pd.DataFrame, task: str) -> go.Figure | None:
 
 
 def _of_task(rows: pd.DataFrame, task: str) -> pd.DataFrame:
-    found = main_cells(rows, "ablation")
-    found = found[found["task"] == task]
-    return (
-        found if found.empty else found.assign(cell=found["model"] + ", " + found["cell"], what=found["what"].map(WHAT))
-    )
+    found = where(main_cells(rows, "ablation"), task=task)
+    if found.empty:
+        return found
+    return found.assign(cell=found["model"] + ", " + found["cell"], what=found["what"].map(WHAT))
 
 
 def transfer(rows: pd.DataFrame) -> go.Figure | None:
@@ -95,14 +89,12 @@ def transfer(rows: pd.DataFrame) -> go.Figure | None:
     if found.empty:
         return None
     trained = found["length"].min()
-    first = found[(found["length"] == trained) & (found["span"] == "all")]
-    beyond = found[(found["length"] > trained) & (found["span"] == "beyond") & ~found["floor"].astype(bool)]
+    first = where(found, length=trained, span="all")
+    beyond = where(found[(found["length"] > trained) & ~found["floor"].astype(bool)], span="beyond")
     at = over_seeds(first, ["cell", "model", "what", "layer"], "drop").sort_values("drop", ascending=False)
     worst = at.drop_duplicates(["cell", "model", "what"])[["cell", "model", "what", "layer"]]
-    table = over_seeds(pd.concat([first, beyond]).merge(worst), ["cell", "model", "what", "length"], "drop").astype(
-        {"length": int}
-    )
-    table = table.assign(cell=table["cell"] + ", " + table["what"].map(WHAT))
+    table = over_seeds(pd.concat([first, beyond]).merge(worst), ["cell", "model", "what", "length"], "drop")
+    table = table.astype({"length": int}).assign(cell=table["cell"] + ", " + table["what"].map(WHAT))
     table = table.sort_values(["_task", "cell", "_arch", "length"], kind="stable")
     return plots.length_curve(table, y="drop", color="model", facet="cell", y_label="largest drop", train_length=40)
 

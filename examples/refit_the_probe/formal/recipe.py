@@ -11,19 +11,20 @@ stopped; architectures, tasks and seeds can be added to a run folder. The folder
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import probelens as pl
-from probelens.examples.refit_the_probe.formal.cell import run_cell
-from probelens.examples.refit_the_probe.shared.setup import ARCHS, NAMES, TASKS, TITLES
-from probelens.experiments import RunRecord
+from probelens.examples.refit_the_probe.shared.measuring import Cell, measure, shown, trained_rows
+from probelens.examples.refit_the_probe.shared.setup import ARCHS, NAMES, TASKS, TITLES, build, make_task, training
+from probelens.experiments import RunRecord, Status
 from probelens.experiments.recipe import finished_rows, run_recipe, settings_of
 from probelens.experiments.settings import at_least
-
-__all__ = ["PRESETS", "Config", "report", "run"]
 
 FREE = ("out", "archs", "tasks", "seeds", "stds", "retrained", "workers")
 
@@ -77,30 +78,26 @@ class Config:
 
     def cells(self) -> list[dict[str, Any]]:
         """The settings of each cell on which its numbers depend."""
-        found = [
-            self._cell(arch, task, seed, parts=("probes", "erasure", "patching", "convolution"))
-            for seed, task, arch in itertools.product(self.seeds, self.tasks, self.archs)
-        ]
+        whole = itertools.product(self.seeds, self.tasks, self.archs)
+        found = [self._cell(*one, parts=["probes", "erasure", "patching", "convolution"]) for one in whole]
         scaled = [task for task in self.tasks if task in ("parity", "s3")]
-        for seed, task, arch, std in itertools.product(self.seeds, scaled, self.archs, self.stds):
-            if arch in ("lstm", "gru"):
-                found.append(self._cell(arch, task, seed, parts=("probes",), embedding_std=std))
-        if "mamba" in self.archs:
-            for seed, task in itertools.product(self.seeds, self.retrained):
-                if task in self.tasks:
-                    found.append(self._cell("mamba", task, seed, parts=(), convolution=False))
+        gated = [arch for arch in self.archs if arch in ("lstm", "gru")]
+        for seed, task, arch, std in itertools.product(self.seeds, scaled, gated, self.stds):
+            found.append(self._cell(seed, task, arch, parts=["probes"], embedding_std=std))
+        retrained = [task for task in self.retrained if task in self.tasks and "mamba" in self.archs]
+        for seed, task in itertools.product(self.seeds, retrained):
+            found.append(self._cell(seed, task, "mamba", parts=[], convolution=False))
         return found
 
-    def _cell(self, arch: str, task: str, seed: int, parts: tuple[str, ...], **changed: Any) -> dict[str, Any]:
+    def _cell(self, seed: int, task: str, arch: str, parts: list[str], **changed: Any) -> dict[str, Any]:
         name = f"{NAMES[arch]} {TITLES[task]}"
         if "embedding_std" in changed:
             name += f", embedding std {changed['embedding_std']:g}"
         if "convolution" in changed:
             name += ", no convolution"
-        shared = settings_of(self, FREE)
         return {
             "recipe": "paper-formal", "name": f"{name}, seed {seed}", "arch": arch, "task": task, "seed": seed,
-            "parts": list(parts), "embedding_std": 0.02, "convolution": True, **shared, **changed,
+            "parts": parts, "embedding_std": 0.02, "convolution": True, **settings_of(self, FREE), **changed,
         }  # fmt: skip
 
 
@@ -115,25 +112,37 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def run_cell(config: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """Train and measure one cell; every number as rows, distinguished by the column ``kind``."""
+    task, status = make_task(config["task"]), Status(folder)
+    model, recurrent = build(config, task, config["seed"]), config["arch"] in ("mamba", "mamba2")
+    trained = pl.training.train(
+        model, task, config=training(config), checkpoint_dir=folder / "train", progress=shown(status, config["steps"]),
+        backend="reference" if recurrent else None,
+    )  # fmt: skip
+    trained.save(folder / "training.safetensors")
+    # One backend for every condition, since the cost of the convolution is a difference between conditions.
+    with model.backend("reference") if recurrent else contextlib.nullcontext():
+        rows = [*trained_rows(trained), *measure(Cell(config, folder, model, task), status)]
+    about = {
+        "arch": config["arch"], "task": config["task"], "train_seed": config["seed"],
+        "embedding_std": config["embedding_std"], "convolution": config["convolution"],
+    }  # fmt: skip
+    # Some tables have columns of these names themselves; what they say of the cell comes first, and wins.
+    return [{**about, **row, **about} for row in rows]
+
+
 def run(config: Config, progress: bool = True) -> Path:
     """Run what is missing and write tables, figures and the report."""
     for asked, allowed in ((config.archs, ARCHS), (config.tasks, TASKS), (config.retrained, TASKS)):
-        unknown = [name for name in asked if name not in allowed]
-        if unknown:
+        if unknown := [name for name in asked if name not in allowed]:
             raise pl.InputError(f"unknown {', '.join(map(repr, unknown))}: allowed are {', '.join(allowed)}")
     if bad := [std for std in config.stds if not std > 0]:
         raise pl.InputError(f"stds={bad[0]}: a scale of an embedding is above 0")
     if not (config.archs and config.tasks and config.seeds):
         raise pl.InputError("archs, tasks and seeds must name at least one each")
-    return run_recipe(
-        "paper-formal",
-        config,
-        config.cells(),
-        run_cell,
-        lambda record: report(config, record),
-        free=FREE,
-        progress=progress,
-    )
+    cells, finish = config.cells(), functools.partial(report, config)
+    return run_recipe("paper-formal", config, cells, run_cell, finish, free=FREE, progress=progress)
 
 
 def report(config: Config, record: RunRecord) -> Path:

@@ -10,13 +10,10 @@ import pandas as pd
 from probelens.examples.refit_the_probe.formal.claims import claims
 from probelens.examples.refit_the_probe.formal.figures import FIGURES
 from probelens.examples.refit_the_probe.formal.rows import CELL, main_cells
-from probelens.examples.refit_the_probe.shared.pages import write_claims
+from probelens.examples.refit_the_probe.shared.pages import write_paper_report
 from probelens.examples.refit_the_probe.shared.setup import TASKS
 from probelens.experiments import RunRecord
-from probelens.experiments.recipe import about_run, unfinished
-from probelens.results.report import Chart, Section, Table, write_report
-
-__all__ = ["write"]
+from probelens.results.report import Chart, Section, Table
 
 LEAD = (
     "Small models of five architectures, trained on four tasks whose answer is a running state: where along the layers "
@@ -44,30 +41,23 @@ SECTIONS = (
 
 def write(rows: pd.DataFrame, config: Any, record: RunRecord) -> Path:
     """Write ``claims.parquet`` and ``report.html`` into the run folder, and return the latter's path."""
-    folder = Path(config.out)
-    found = claims(rows)
-    write_claims(found, folder)
     cells = rows[list(CELL)].drop_duplicates()
     sections = []
     for title, names, text, explain in SECTIONS:
         charts = [Chart(figure, FIGURES[n][1], name=n) for n in names if (figure := FIGURES[n][0](rows)) is not None]
         sections.append(Section(title, text, charts, explain=explain))
-    sections.append(
-        Section("Patched", "What a middle position patched at the final layer can mean.", tables=_sites(rows))
-    )
-    return write_report(
-        folder / "report.html",
+    patched = "What a middle position patched at the final layer can mean."
+    sections.append(Section("Patched", patched, tables=_sites(rows)))
+    return write_paper_report(
+        config, record, claims(rows),
         title="Refit the probe: the formal grid",
         lead=LEAD,
         sections=sections,
-        paper=found,
         measured={
-            **unfinished(record, folder),
             "Cells": f"{len(cells)} trained models: {', '.join(sorted(set(rows['arch'])))} on {', '.join(sorted(set(rows['task'])))}",
             "Seeds": f"{rows['train_seed'].nunique()} per cell at most; with one, intervals are over sequences and say "
             "nothing about how another training run would differ",
         },
-        **about_run(config, record),
     )  # fmt: skip
 
 
@@ -75,7 +65,7 @@ def _sites(rows: pd.DataFrame) -> list[Table]:
     if "site" not in set(rows["kind"]):
         return []
     found = main_cells(rows, "site")
-    kept = [
+    columns = [
         "model",
         "task",
         "pairs",
@@ -90,4 +80,5 @@ def _sites(rows: pd.DataFrame) -> list[Table]:
         "why",
         "description",
     ]
-    return [Table("Recovery at each site", found[[c for c in kept if c in found]], name="sites", open=True)]
+    found = found[[column for column in columns if column in found]]
+    return [Table("Recovery at each site", found, name="sites", open=True)]

@@ -6,12 +6,9 @@ from typing import Any
 
 import pandas as pd
 
-from probelens.examples.refit_the_probe.shared.rows import learned_only
+from probelens.examples.refit_the_probe.shared.rows import learned_only, where
 from probelens.examples.refit_the_probe.shared.setup import ARCHS, LABELS, NAMES, TASKS, TITLES
 from probelens.results.report import Claim
-
-__all__ = ["CELL", "LAST", "Missing", "main_cells", "named", "of_kind", "over_seeds", "rows_of"]
-
 
 COLUMNS = {"span", "control", "label", "layer", "length", "what", "lo", "hi", "accuracy", "drop", "floor"}
 
@@ -72,8 +69,9 @@ class Missing(ValueError):
         self.claim = Claim(claim, paper, "not run", agrees=None)
 
 
-def rows_of(rows: pd.DataFrame, kind: str, claim: str, paper: str) -> pd.DataFrame:
+def rows_of(rows: pd.DataFrame, kind: str, claim: str, paper: str, **columns: Any) -> pd.DataFrame:
+    """Those of ``main_cells`` whose columns have these values; raises Missing where there are none."""
     found = main_cells(rows, kind)
-    if found.empty:
+    if found.empty or (found := where(found, **columns)).empty:
         raise Missing(claim, paper)
     return found

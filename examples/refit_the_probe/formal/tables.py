@@ -8,14 +8,14 @@ import pandas as pd
 
 from probelens.examples.refit_the_probe.formal.claims import claims
 from probelens.examples.refit_the_probe.formal.figures import FIGURES
-from probelens.examples.refit_the_probe.formal.rows import CELL, main_cells, named, of_kind
+from probelens.examples.refit_the_probe.formal.rows import CELL as CELL
+from probelens.examples.refit_the_probe.formal.rows import main_cells, named, of_kind
 from probelens.examples.refit_the_probe.shared.pages import claims_table
+from probelens.examples.refit_the_probe.shared.rows import where
 from probelens.examples.refit_the_probe.shared.setup import LABELS, NAMES, TITLES
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
-
-__all__ = ["CELL", "controls_table", "pictures", "tables"]
 
 
 def tables(rows: pd.DataFrame) -> dict[str, str]:
@@ -38,21 +38,20 @@ def cells_table(rows: pd.DataFrame) -> str:
         "|---|---|---|---|---|---|",
     ]
     keys = ["task", "arch", "convolution", "embedding_std", "train_seed"]
-    ordered = named(rows).sort_values(["_task", "_arch", "convolution", "embedding_std", "train_seed"],
-                                      ascending=[True, True, False, True, True], kind="stable")  # fmt: skip
+    order = ["_task", "_arch", "convolution", "embedding_std", "train_seed"]
+    ordered = named(rows).sort_values(order, ascending=[True, True, False, True, True], kind="stable")
     for (task, arch, convolution, std, seed), part in ordered.groupby(keys, sort=False):
         name = f"{NAMES[str(arch)]} {TITLES[str(task)]}"
         name += "" if convolution else ", trained without convolution"
         name += "" if std == 0.02 else f", embedding std {std:g}"
-        training = part[part["kind"] == "training"].dropna(subset=["n_params"]).iloc[-1]
+        training = where(part, kind="training").dropna(subset=["n_params"]).iloc[-1]
         steps = f"{training['step']:.0f}" + ("" if training["learned"] else ", 99 % not reached")
-        answers, probes = of_kind(part, "behaviour"), of_kind(part, "probe")
-        answers = answers[answers["span"] == "all"].sort_values("length")
+        answers = where(of_kind(part, "behaviour"), span="all").sort_values("length")
         said = " / ".join(f"{a:.3f}".removeprefix("0").rstrip("0").rstrip(".") for a in answers["accuracy"])
-        probes = probes[(probes["control"] == "task") & (probes["span"] == "late")]
+        probes = where(of_kind(part, "probe"), control="task", span="late")
         read = []
         for label in LABELS[str(task)]:
-            of = probes[probes["label"] == label].sort_values("layer")
+            of = where(probes, label=label).sort_values("layer")
             if len(of):
                 values = " ".join(f"{a:.2f} ({u:.2f})" for a, u in zip(of["accuracy"], of["untrained"], strict=True))
                 read.append(f"{label}: {values}" if len(LABELS[str(task)]) > 1 else values)
@@ -62,8 +61,7 @@ def cells_table(rows: pd.DataFrame) -> str:
 
 def controls_table(rows: pd.DataFrame) -> str:
     """Baselines of a probe's accuracy: guesses, control task, codelength."""
-    found = main_cells(rows, "probe")
-    found = found[(found["control"] == "task") & (found["span"] == "all")]
+    found = where(main_cells(rows, "probe"), control="task", span="all")
     lines = [
         "| model, label | majority | position | last 4 tokens | selectivity at embedding, blocks 0 to 3 | compression |",
         "|---|---|---|---|---|---|",
@@ -85,16 +83,11 @@ def sites_table(rows: pd.DataFrame) -> str:
     found = main_cells(rows, "site").dropna(subset=["recovery"]) if "site" in set(rows["kind"]) else rows.iloc[:0]
     if found.empty:
         return ""
-    found = found.assign(
-        column=found["model"]
-        + ", "
-        + found["cell"].where(found["pairs"].isna(), found["task"].map(TITLES) + " " + found["pairs"].astype(str))
-    )
-    columns = list(dict.fromkeys(found["column"]))
-    lines = ["| model, pairs | " + " | ".join(dict.fromkeys(found["site"])) + " |"]
-    lines.append("|---" * (1 + found["site"].nunique()) + "|")
-    for column in columns:
-        part = found[found["column"] == column].groupby("site")["recovery"].mean()
-        cells = [f"{part[s]:.2f}" if s in part else "" for s in dict.fromkeys(found["site"])]
-        lines.append(f"| {column} | " + " | ".join(cells) + " |")
+    by_pairs = found["task"].map(TITLES) + " " + found["pairs"].astype(str)
+    found = found.assign(column=found["model"] + ", " + found["cell"].where(found["pairs"].isna(), by_pairs))
+    sites = list(dict.fromkeys(found["site"]))
+    lines = ["| model, pairs | " + " | ".join(sites) + " |", "|---" * (1 + len(sites)) + "|"]
+    for column, part in found.groupby("column", sort=False):
+        mean = part.groupby("site")["recovery"].mean()
+        lines.append(f"| {column} | " + " | ".join(f"{mean[s]:.2f}" if s in mean else "" for s in sites) + " |")
     return "\n".join(lines) + "\n"

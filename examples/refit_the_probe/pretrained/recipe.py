@@ -20,16 +20,14 @@ from typing import Any
 
 import probelens as pl
 from probelens.examples.refit_the_probe.pretrained.words import InVocabulary
-from probelens.examples.refit_the_probe.shared.measuring import BATCH, Cell, measure
-from probelens.examples.refit_the_probe.shared.models import device_of, identity, is_mamba, mixed, quiet, untrained
+from probelens.examples.refit_the_probe.shared.measuring import BATCH, Cell, kept, measure, shown, trained_rows
+from probelens.examples.refit_the_probe.shared.models import identified, is_mamba, load_pretrained, mixed, untrained
 from probelens.examples.refit_the_probe.shared.setup import LABELS, PROBED, TASKS, TITLES, make_task
 from probelens.experiments import RunRecord, Status
 from probelens.experiments.recipe import finished_rows, run_recipe, settings_of
 from probelens.experiments.settings import at_least
 from probelens.hooks.shorthand import LAYER_AXIS
 from probelens.running.collect import collect
-
-__all__ = ["PRESETS", "Config", "report", "run"]
 
 FREE = ("out", "model", "tasks", "seeds", "workers")
 
@@ -95,11 +93,9 @@ class Config:
         shared = settings_of(self, FREE)
         found = []
         for name, seed, task in itertools.product(self.model, self.seeds, self.tasks):
-            # Absolute, since a worker of a cluster starts in another folder.
-            place = str(Path(name).absolute()) if Path(name).is_dir() else name
             found.append({
                 "recipe": "paper-pretrained", "name": f"{Path(name).name} {TITLES[task]}, seed {seed}",
-                "model": place, "weights": identity(place), "task": task, "seed": seed, "lengths": [],
+                **identified(name), "task": task, "seed": seed, "lengths": [],
                 "parts": ["probes", "erasure", "patching"], **shared,
             })  # fmt: skip
         return found
@@ -128,64 +124,39 @@ class PretrainedCell(Cell):
         """The same architecture at its random initialisation."""
         return untrained(self.model, self.seed + 1000)
 
-    def before(self, original: pl.HookedModel) -> pl.ProbeResult:
+    @kept("probes_before", pl.ProbeResult)
+    def before(self) -> pl.ProbeResult:
         """Probes by layer of the pretrained model, before it was fine-tuned."""
-
-        def compute() -> pl.ProbeResult:
-            fit = self.data["probe"]
-            return pl.probe(
-                collect(original, fit, LAYER_AXIS, batch_size=BATCH),
-                {label: fit.labels[label] for label in PROBED[self.config["task"]]}, fit.groups, mask=fit.mask,
-                tokens=fit.tokens, seed=self.seed,
-            )  # fmt: skip
-
-        return self.part("probes_before", pl.ProbeResult, compute)
+        fit = self.data["probe"]
+        return pl.probe(
+            collect(load_pretrained(self.config), fit, LAYER_AXIS, batch_size=BATCH),
+            {label: fit.labels[label] for label in PROBED[self.config["task"]]}, fit.groups, mask=fit.mask,
+            tokens=fit.tokens, seed=self.seed,
+        )  # fmt: skip
 
 
 def run_cell(config: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Fine-tune and measure one model on one task.
-
-    Args:
-        config: As ``Config.cells`` makes it.
-        folder: Where checkpoints and results stay.
-
-    Returns:
-        Every number as rows, distinguished by the column ``kind``.
-    """
-    status = Status(folder)
-    model = load(config)
+    """Fine-tune and measure one model on one task; every number as rows, distinguished by the column ``kind``."""
+    status, model = Status(folder), load_pretrained(config)
     task = InVocabulary(make_task(config["task"]), model.tokenizer)
     config = {**config, "arch": "mamba" if is_mamba(model) else "transformer"}
-
-    def show(step: Mapping[str, Any]) -> None:
-        said = f"accuracy {step['accuracy']:.2f} at length {step['length']}"
-        status.update("fine-tuning, step", int(step["step"]), config["steps"], said)
-
     trained = pl.training.train(
-        model, task, config=training(config), checkpoint_dir=folder / "train", progress=show,
+        model, task, config=training(config), checkpoint_dir=folder / "train",
+        progress=shown(status, config["steps"], "fine-tuning"),
         backend=mixed(model, bf16=config["bf16"], checkpointing=config["checkpointing"]),
     )  # fmt: skip
     trained.save(folder / "training.safetensors")
-    rows: list[dict[str, Any]] = [{**row, "kind": "training"} for row in trained.history]
-    rows[-1] |= {"n_params": trained.n_params, "learned": trained.reached, "cpu_seconds": trained.cpu_seconds,
-                 "symbols": " ".join(task.symbols), "answers": " ".join(task.answers)}  # fmt: skip
+    rows = trained_rows(trained)
+    rows[-1] |= {"symbols": " ".join(task.symbols), "answers": " ".join(task.answers)}
     cell = PretrainedCell(config, folder, model, task)
     cell.labels = tuple(name for name in LABELS[config["task"]] if name in config["labels"] or not config["labels"])
     if cell.behaviour().accuracy(config["length"]) < config["least"]:
         cell.config = {**config, "parts": ["probes"]}
-    original = cell.before(load(config))
-    rows += [{**row, "kind": "probe_before"} for row in original.rows]
+    rows += [{**row, "kind": "probe_before"} for row in cell.before().rows]
     rows += measure(cell, status)
     about = {"model": Path(config["model"]).name, "arch": config["arch"], "task": config["task"], "train_seed": config["seed"],
              "n_layers": model.cfg.n_layers}  # fmt: skip
     return [{**about, **row, **about} for row in rows]
-
-
-def load(config: Mapping[str, Any]) -> pl.HookedModel:
-    """The pretrained model of a cell, in float32."""
-    options = {"revision": config["revision"]} if config["revision"] and not config["weights"] else {}
-    with quiet():
-        return pl.load(config["model"], device=device_of(config), dtype="float32", **options)
 
 
 def training(config: Mapping[str, Any]) -> pl.training.TrainConfig:
@@ -199,20 +170,12 @@ def training(config: Mapping[str, Any]) -> pl.training.TrainConfig:
 
 def run(config: Config, progress: bool = True) -> Path:
     """Run what is missing and write tables, figures and the report."""
-    unknown = [name for name in config.tasks if name not in TASKS]
-    if unknown:
+    if unknown := [name for name in config.tasks if name not in TASKS]:
         raise pl.InputError(f"unknown {', '.join(map(repr, unknown))}: allowed are {', '.join(TASKS)}")
     if not (config.model and config.tasks and config.seeds):
         raise pl.InputError("model, tasks and seeds must name at least one each")
-    return run_recipe(
-        "paper-pretrained",
-        config,
-        config.cells(),
-        run_cell,
-        lambda record: report(config, record),
-        free=FREE,
-        progress=progress,
-    )
+    cells, finish = config.cells(), functools.partial(report, config)
+    return run_recipe("paper-pretrained", config, cells, run_cell, finish, free=FREE, progress=progress)
 
 
 def report(config: Config, record: RunRecord) -> Path:

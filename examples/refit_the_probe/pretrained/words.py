@@ -18,8 +18,6 @@ import probelens as pl
 from probelens.tasks import Task
 from probelens.tasks.data import PatchPairs
 
-__all__ = ["ANSWER", "InVocabulary"]
-
 ANSWER = "answer"
 
 
@@ -49,9 +47,8 @@ class InVocabulary(Task):
 
     def __init__(self, task: Task, tokenizer: Any) -> None:
         if tokenizer is None:
-            raise pl.InputError(
-                "the model came without a tokenizer, so the task's symbols have no tokens. Save one beside it."
-            )
+            said = "the model came without a tokenizer, so the task's symbols have no tokens. Save one beside it."
+            raise pl.InputError(said)
         self.task = task
         names = list(task.vocab[: task.n_symbols])
         if any(_token(tokenizer, name) is None for name in names):
@@ -63,17 +60,13 @@ class InVocabulary(Task):
                 "can be written as letters. Choose another target or smaller sizes."
             )
         self.symbols, self.answers = tuple(names), tuple(string.ascii_uppercase[:classes])
-        ids = [_one(tokenizer, name) for name in self.symbols]
-        if task.bos:
-            ids.append(_start(tokenizer))
+        ids = [_one(tokenizer, name) for name in self.symbols] + ([_start(tokenizer)] if task.bos else [])
         self._ids = torch.tensor(ids)
         self._answer_ids = torch.tensor([_one(tokenizer, name) for name in self.answers])
         if len(set(ids)) < len(ids) or len(set(self._answer_ids.tolist())) < classes:
             raise pl.InputError(f"two symbols or two classes of {task.name} are one and the same token: {ids}")
-        vocab = [
-            f"<{i}>" if name is None else name
-            for i, name in enumerate(tokenizer.convert_ids_to_tokens(list(range(len(tokenizer)))))
-        ]
+        names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+        vocab = [f"<{i}>" if name is None else name for i, name in enumerate(names)]
         labels = {label: task.class_names(label) for label in task.label_names}
         super().__init__(task.name, vocab, {**labels, ANSWER: vocab}, target=ANSWER)
         self.bos = task.bos
@@ -105,15 +98,7 @@ class InVocabulary(Task):
         return self.task.n_strings(length)
 
     def pairs(self, n: int, length: int = 40, seed: int = 0, *, label: str | None = None, **options: Any) -> PatchPairs:
-        """The task's pairs, with tokens and answers in this vocabulary.
-
-        Args:
-            n: Number of pairs.
-            length: Tokens in each string, BOS not counted.
-            seed: As in `sample`.
-            label: The task's own target, whose classes the answers are.
-            options: As the task's `pairs` takes them.
-        """
+        """The task's pairs, with tokens and answers in this vocabulary; only its target, whose classes the answers are, may be ``label``."""
         if label not in (None, ANSWER, self.task.target):
             raise pl.InputError(f"the model answers {self.task.target!r}; pairs can't be read by {label!r}")
         found = self.task.pairs(n, length, seed, label=self.task.target, **options)

@@ -31,8 +31,6 @@ from probelens.experiments import RunRecord, Status, Store
 from probelens.experiments.recipe import about_run, finished_rows, run_recipe, settings_of
 from probelens.experiments.settings import at_least
 
-__all__ = ["PRESETS", "Config", "report", "run"]
-
 FREE = ("out", "archs", "workers")
 NAMES = {"transformer": "GPT-NeoX", "mamba": "Mamba"}
 
@@ -79,14 +77,11 @@ class Config:
     workers: int | None = None
 
     def __post_init__(self) -> None:
-        at_least(
-            self, functions=1, seed=0, vocab=1, n_layers=1, d_model=1, length=2, batch_size=1, steps=1, workers=1,
-        )  # fmt: skip
+        at_least(self, functions=1, seed=0, vocab=1, n_layers=1, d_model=1, length=2, batch_size=1, steps=1, workers=1)
 
     def cell(self, arch: str) -> dict[str, Any]:
         """The settings on which one model depends."""
-        shared = settings_of(self, FREE)
-        return {"recipe": "paper-pretrain", "name": NAMES[arch], "arch": arch, **shared}
+        return {"recipe": "paper-pretrain", "name": NAMES[arch], "arch": arch, **settings_of(self, FREE)}
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -104,15 +99,12 @@ def run_cell(config: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
     seen, unseen, tokenizer = texts(config["corpus"], config["vocab"], config["functions"])
     names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     task, held = NextToken(seen, names), NextToken(unseen, names)
-    formal = pl.models.FormalConfig(
-        config["arch"], d_vocab=len(tokenizer), n_layers=config["n_layers"], d_model=config["d_model"],
-        seed=config["seed"],
-    )  # fmt: skip
+    sizes = {"d_vocab": len(tokenizer), "n_layers": config["n_layers"], "d_model": config["d_model"]}
+    formal = pl.models.FormalConfig(config["arch"], seed=config["seed"], **sizes)
     model = pl.wrap(pl.models.build(formal)).to(device_of(config))
 
     def show(step: Mapping[str, Any]) -> None:
-        said = f"loss {step['loss']:.2f}"
-        status.update("training, step", int(step["step"]), config["steps"], said)
+        status.update("training, step", int(step["step"]), config["steps"], f"loss {step['loss']:.2f}")
 
     result = pl.training.train(
         model, task, checkpoint_dir=folder / "train", progress=show,
@@ -164,20 +156,18 @@ def predicted(model: pl.HookedModel, held: NextToken, seen: np.ndarray, config: 
     windows = held.sample(200, length=config["length"], seed=config["seed"]).tokens
     with torch.no_grad(), model.evaluating():
         losses = [float(model(part, return_type="loss")) for part in windows.split(50)]
+    nats = sum(losses) / len(losses)
     counts = np.bincount(seen, minlength=held.d_vocab) + 1.0
     truth = windows[:, 1:].numpy().ravel()
     unigram = -float(np.log(counts / counts.sum())[truth].mean())
     chars = sum(map(len, (held.vocab[i] for i in truth))) / len(truth)
-    nats = sum(losses) / len(losses)
-    return {
-        "nats_per_token": nats, "unigram_nats_per_token": unigram, "bits_per_character": nats / math.log(2) / chars,
-    }  # fmt: skip
+    bits = nats / math.log(2) / chars
+    return {"nats_per_token": nats, "unigram_nats_per_token": unigram, "bits_per_character": bits}
 
 
 def run(config: Config, progress: bool = True) -> Path:
     """Pretrain what is missing, and put each model into ``models/NAME``."""
-    unknown = [arch for arch in config.archs if arch not in NAMES]
-    if unknown or not config.archs:
+    if not config.archs or not set(config.archs) <= set(NAMES):
         raise pl.InputError(f"archs={config.archs!r}: allowed are {', '.join(NAMES)}")
     cells = [config.cell(arch) for arch in config.archs]
 
@@ -214,20 +204,12 @@ def report(config: Config, record: RunRecord) -> Path:
         name="training",
     )
     table = rows[rows["kind"] == "held_out"].dropna(axis=1, how="all")
-    text = (
+    lead = (
         "Small language models of Python, pretrained on the functions of the standard library. Three in ten of its modules, "
         "chosen by a hash of their names, were kept out: the table is about these."
     )
+    held = Table("On modules that were kept out", table, name="held-out", open=True)
     return write_report(
-        Path(config.out) / "report.html",
-        title="Refit the probe: pretrained stand-ins",
-        lead=text,
-        sections=[
-            Section(
-                "Pretraining",
-                charts=[chart],
-                tables=[Table("On modules that were kept out", table, name="held-out", open=True)],
-            )
-        ],
-        **about_run(config, record),
-    )
+        Path(config.out) / "report.html", title="Refit the probe: pretrained stand-ins", lead=lead,
+        sections=[Section("Pretraining", charts=[chart], tables=[held])], **about_run(config, record),
+    )  # fmt: skip

@@ -10,8 +10,6 @@ import numpy as np
 
 import probelens as pl
 
-__all__ = ["END", "NextToken", "make_tokenizer"]
-
 END = "<|endoftext|>"
 
 

@@ -16,28 +16,15 @@ from probelens.examples.refit_the_probe.shared.rows import each
 from probelens.examples.refit_the_probe.shared.setup import RANKS
 from probelens.results.report import Claim
 
-__all__ = [
-    "INLP",
-    "MARGIN",
-    "MUCH",
-    "READABLE",
-    "SOLVED",
-    "above",
-    "combined",
-    "every",
-    "fits",
-    "inlp_claim",
-    "intervals",
-    "readable",
-    "recovered",
-    "refit_claim",
-    "with_known",
-]
-
 SOLVED = 0.99  # "generalise perfectly"
 MUCH = 0.10  # "costs much accuracy"; the paper gives no number
 MARGIN = 0.02  # a refitted probe within this of the one before has recovered
 READABLE = 0.1  # a probe this far above the best of its baselines reads something
+FEW = 5  # layers; of fewer no share is worth a verdict
+INLP = (
+    "B. INLP against random subspaces of its rank: what looked inert carries most of the task",
+    "reverses the conclusion",
+)
 
 
 def every(verdicts: Iterable[bool | None]) -> bool | None:
@@ -88,9 +75,8 @@ def recovered(found: pd.DataFrame) -> list[bool | None]:
 def combined(parts: Sequence[tuple[float, float, float]], weights: Sequence[float]) -> tuple[float, float, float]:
     """Weighted sum of independent estimates, each (value, lo, hi), with its interval from theirs.
 
-    Source:
-        Zou and Donner 2008, Statistics in Medicine 27 (MOVER): each side takes the distances to the limits
-        that push the sum to that side.
+    Source: Zou and Donner 2008, Statistics in Medicine 27 (MOVER): each side takes the distances to the limits that push the
+    sum to that side.
     """
     pairs = list(zip(weights, parts, strict=True))
     value = sum(w * p[0] for w, p in pairs)
@@ -104,14 +90,6 @@ def intervals(found: pd.DataFrame, names: Sequence[str] = ()) -> str:
         return ""
     ends = [f"{r.lo:.1%} to {r.hi:.1%}" for r in each(found)]
     return ends[0] if len(ends) == 1 else "; ".join(f"{n} {e}" for n, e in zip(names, ends, strict=True))
-
-
-INLP = (
-    "B. INLP against random subspaces of its rank: what looked inert carries most of the task",
-    "reverses the conclusion",
-)
-
-FEW = 5  # layers; of fewer no share is worth a verdict
 
 
 def with_known(found: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
@@ -141,11 +119,8 @@ def refit_claim(claim: str, paper: str, found: pd.DataFrame) -> Claim:
     if None in back:
         said += f"; open at {back.count(None)}"
     least = found.assign(gap=found["probe_accuracy"] - found["refit_accuracy"]).nlargest(1, "gap").iloc[0]
-    ends = (
-        f" (gap {least['refit_gap_lo']:.1%} to {least['refit_gap_hi']:.1%})"
-        if pd.notna(least.get("refit_gap_lo"))
-        else ""
-    )
+    known = pd.notna(least.get("refit_gap_lo"))
+    ends = f" (gap {least['refit_gap_lo']:.1%} to {least['refit_gap_hi']:.1%})" if known else ""
     note = f"Recovered: within {100 * MARGIN:.0f} points. Least: {least['model']} {least['cell']} block {least['layer']:.0f}, {least['probe_accuracy']:.1%} to {least['refit_accuracy']:.1%}{ends}."
     return Claim(claim, paper, said, "", every(back), note)
 
@@ -167,10 +142,8 @@ def inlp_claim(one: pd.DataFrame, whole: pd.DataFrame, dose: pd.DataFrame) -> Cl
             carries, less = part["effect_lo"] > 0.5, part["effect_hi"] < 0.5
             shares.append((float(carries.mean()), float(less.mean())))
             below = (part["effect_hi"] < 0).sum()
-            said.append(
-                f"{carries.sum()} of {len(part)} at rank {rank}"
-                + (f" (and less than they do at {below})" if below else "")
-            )
+            fewer = f" (and less than they do at {below})" if below else ""
+            said.append(f"{carries.sum()} of {len(part)} at rank {rank}{fewer}")
     whole = whole.merge(one, on=keys)
     note = ""
     if len(whole):

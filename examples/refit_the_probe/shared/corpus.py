@@ -11,28 +11,16 @@ from typing import Any
 
 from probelens.tasks.code import corpus as _corpus
 
-__all__ = ["functions", "held_out"]
-
 HELD_OUT = 0.3  # share of the modules
 
 
 def held_out(module: str) -> bool:
-    """Whether a module of the standard library is kept from pretraining.
-
-    Examples:
-        >>> held_out("unittest"), held_out("json")
-        (True, False)
-    """
+    """Whether a module of the standard library is kept from pretraining, as "unittest" is and "json" isn't."""
     digest = hashlib.blake2b(f"refit the probe/{module}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big") / 2**56 < HELD_OUT
 
 
 def functions(corpus: Any = "stdlib", max_chars: int = 4000) -> list[tuple[str, str]]:
-    """Module (or repository) and text of every function of a corpus, in order, each text once.
-
-    Args:
-        corpus: As for `probelens.tasks.CodeDepth`.
-        max_chars: Longer functions are left out.
-    """
+    """Module (or repository) and text of every function of a corpus, as ``CodeDepth`` takes it; each text once, in order."""
     found = _corpus.load(corpus, 80, max_chars)
     return [(found.names[group], code) for group, code in zip(found.groups, found.codes, strict=True)]

@@ -1,29 +1,29 @@
-"""One cell of the formal grid: train a model, measure it, and keep each part's result as its own file.
+"""One trained model: what is measured on it, each result kept as its own file of the cell's folder.
 
-A part that is in the folder is not measured again, so a cell that was killed continues where it stopped.
+A result that is in the folder is not measured again, so a cell that was killed continues where it stopped.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import probelens as pl
 from probelens.ablation.controls import CONTROLS, Control
 from probelens.ablation.erase import ErasureResult
-from probelens.examples.refit_the_probe.shared.setup import LABELS, PAIRS, PROBED, RANKS, build
+from probelens.examples.refit_the_probe.shared.setup import LABELS, PAIRS, PROBED, RANKS, WHAT, build
 from probelens.experiments import Status
 from probelens.hooks.shorthand import LAYER_AXIS
 from probelens.models.evaluation import EvalResult
+from probelens.models.training import TrainResult
 from probelens.numerics.indices import ProfileIndices, profile_indices
 from probelens.patching.final_layer import PatchSitesResult
 from probelens.results.result import Result
 from probelens.running.collect import collect
 from probelens.subspaces.fitted import probe_rows
-
-__all__ = ["BATCH", "SPANS", "Cell", "measure"]
 
 R = TypeVar("R", bound=Result)
 LATE = 16  # short prefixes recur in every split, so later positions are also reported separately
@@ -31,8 +31,26 @@ SPANS = ("all", "late")
 BATCH = 100
 
 
+def kept(name: str, kind: type[R]) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Let a method of ``Cell`` read its result from the cell's folder; ``name`` is filled in with its arguments."""
+
+    def decorate(compute: Callable[..., R]) -> Callable[..., R]:
+        @functools.wraps(compute)
+        def result(cell: Cell, *args: Any) -> R:
+            path = cell.folder / f"{name.format(*args)}.safetensors"
+            if path.exists():
+                return kind.load(path)
+            found = compute(cell, *args)
+            found.save(path)
+            return found
+
+        return result
+
+    return decorate
+
+
 class Cell:
-    """A trained model with the data it is measured on; each piece is made when a part first needs it."""
+    """A trained model with the data it is measured on; each piece is made when a result first needs it."""
 
     kinds: tuple[Control, ...] = CONTROLS
 
@@ -51,124 +69,87 @@ class Cell:
         """The same architecture at another random initialisation."""
         return build(self.config, self.task, self.seed + 1000)
 
+    @kept("probes_{}", pl.ProbeResult)
     def read(self, span: str) -> pl.ProbeResult:
         """Probes by layer beside their baselines, on all positions or on late ones only."""
-
-        def compute() -> pl.ProbeResult:
-            fit = self.data["probe"]
-            mask = fit.mask.clone()
-            if span == "late":
-                mask[:, : min(LATE, self.length // 2) + int(self.task.bos)] = False
-            return pl.probe(
-                collect(self.model, fit, LAYER_AXIS, batch_size=BATCH),
-                {label: fit.labels[label] for label in PROBED[self.config["task"]]}, fit.groups, mask=mask,
-                tokens=fit.tokens, untrained=collect(self.untrained, fit, LAYER_AXIS, batch_size=BATCH),
-                control_task=span == "all", mdl=span == "all", seed=self.seed,
-            )  # fmt: skip
-
-        return self.part(f"probes_{span}", pl.ProbeResult, compute)
+        fit = self.data["probe"]
+        mask = fit.mask.clone()
+        if span == "late":
+            mask[:, : min(LATE, self.length // 2) + int(self.task.bos)] = False
+        return pl.probe(
+            collect(self.model, fit, LAYER_AXIS, batch_size=BATCH),
+            {label: fit.labels[label] for label in PROBED[self.config["task"]]}, fit.groups, mask=mask,
+            tokens=fit.tokens, untrained=collect(self.untrained, fit, LAYER_AXIS, batch_size=BATCH),
+            control_task=span == "all", mdl=span == "all", seed=self.seed,
+        )  # fmt: skip
 
     def indices(self, label: str, span: str) -> ProfileIndices:
         """Profile statistics and verdict of one label."""
         found = self.read(span)
         row = found.row(found.sites[0], label)
         baseline = max(row[k] for k in ("majority", "position", "last_w") if row.get(k) is not None)
-        scores = found.sequences(label)[None]
         solved = self.behaviour().accuracy(self.length, "late")
-        return profile_indices(scores, baseline, solved=solved, seed=self.seed)
+        return profile_indices(found.sequences(label)[None], baseline, solved=solved, seed=self.seed)
 
+    @kept("behaviour", EvalResult)
     def behaviour(self) -> EvalResult:
         """Accuracy of the model's answers by length."""
+        lengths = tuple(dict.fromkeys((self.length, *self.config["lengths"])))
+        return pl.training.evaluate(
+            self.model, self.task, lengths, n=256, trained_length=self.length, late=min(20, self.length // 2),
+            seed=self.seed, backend="reference" if self.config["arch"] in ("mamba", "mamba2") else None,
+        )  # fmt: skip
 
-        def compute() -> EvalResult:
-            lengths = tuple(dict.fromkeys((self.length, *self.config["lengths"])))
-            return pl.training.evaluate(
-                self.model, self.task, lengths, n=256, trained_length=self.length, late=min(20, self.length // 2),
-                seed=self.seed, backend="reference" if self.config["arch"] in ("mamba", "mamba2") else None,
-            )  # fmt: skip
-
-        return self.part("behaviour", EvalResult, compute)
-
+    @kept("{1}_{0}", pl.AblationResult)
     def ablation(self, label: str, what: str) -> pl.AblationResult:
         """The best probe direction, or all rows of the probe, taken out at each layer."""
-
-        def compute() -> pl.AblationResult:
-            return pl.ablate(
-                self.model, self.data["held"], self.spaces(label, what), label=label, target=self.task.target,
-                controls=self.config["controls"], kinds=self.kinds, batch_size=BATCH, seed=self.seed,
-            )  # fmt: skip
-
-        return self.part(f"{what}_{label}", pl.AblationResult, compute)
+        return pl.ablate(
+            self.model, self.data["held"], self.spaces(label, what), label=label, target=self.task.target,
+            controls=self.config["controls"], kinds=self.kinds, batch_size=BATCH, seed=self.seed,
+        )  # fmt: skip
 
     def spaces(self, label: str, what: str) -> dict[str, pl.Subspace]:
         """Subspaces of the probe by site: its first direction, or its whole row space."""
         return probe_rows(self.read("all"), label, rank=1 if what == "direction" else None)
 
-    def erased(self, label: str, method: str) -> ErasureResult:
+    @kept("{1}_{0}", ErasureResult)
+    def erased(self, label: str, method: Any) -> ErasureResult:
         """LEACE or INLP at every layer."""
-
-        def compute() -> ErasureResult:
-            fit = self.data["leace"]
-            return pl.erase(
-                self.model, fit if method == "leace" else fit[: self.config["n_inlp"]], self.data["held"], label=label, target=self.task.target,
-                method=method, controls=self.config["controls"], kinds=self.kinds, batch_size=BATCH, seed=self.seed,  # type: ignore[arg-type]
-            )  # fmt: skip
-
-        return self.part(f"{method}_{label}", ErasureResult, compute)
-
-    def dose(self, label: str) -> pl.DoseResult | None:
-        """The first directions of INLP, a few and more, beside random subspaces of as many."""
-        spaces = self.erased(label, "inlp").subspaces
-        ranks = [rank for rank in RANKS if any(space.rank >= rank for space in spaces.values())]
-        if not ranks:
-            return None
-        return self.part(
-            f"dose_{label}",
-            pl.DoseResult,
-            lambda: pl.dose_response(
-                self.model, self.data["held"], spaces, ranks, refit=False, controls=self.config["controls"], label=label,
-                target=self.task.target, kinds=("random",), batch_size=BATCH, seed=self.seed,
-            ),
+        fit = self.data["leace"]
+        return pl.erase(
+            self.model, fit if method == "leace" else fit[: self.config["n_inlp"]], self.data["held"], label=label, target=self.task.target,
+            method=method, controls=self.config["controls"], kinds=self.kinds, batch_size=BATCH, seed=self.seed,
         )  # fmt: skip
 
+    @kept("dose_{}", pl.DoseResult)
+    def dose(self, label: str, ranks: Sequence[int]) -> pl.DoseResult:
+        """The first directions of INLP, a few and more, beside random subspaces of as many."""
+        return pl.dose_response(
+            self.model, self.data["held"], self.erased(label, "inlp").subspaces, ranks, refit=False, label=label,
+            controls=self.config["controls"], target=self.task.target, kinds=("random",), batch_size=BATCH, seed=self.seed,
+        )  # fmt: skip
+
+    @kept("length_{1}_{0}", pl.LengthTransfer)
     def transfer(self, label: str, what: str) -> pl.LengthTransfer:
         """What the subspaces, frozen at the trained length, cost at longer ones."""
+        spaces = self.erased(label, what).subspaces if what == "leace" else self.spaces(label, what)
+        return pl.length_transfer(
+            self.model, self.task, spaces, self.config["lengths"], trained_length=self.length, label=label,
+            n=self.config["n_length"], controls=max(1, self.config["controls"] // 4),
+            kinds=("random", "random_matched"), exclude=self.data, batch_size=BATCH, seed=self.seed,
+        )  # fmt: skip
 
-        def compute() -> pl.LengthTransfer:
-            spaces = self.erased(label, what).subspaces if what == "leace" else self.spaces(label, what)
-            return pl.length_transfer(
-                self.model, self.task, spaces, self.config["lengths"], trained_length=self.length, label=label,
-                n=self.config["n_length"], controls=max(1, self.config["controls"] // 4),
-                kinds=("random", "random_matched"), exclude=self.data, batch_size=BATCH, seed=self.seed,
-            )  # fmt: skip
-
-        return self.part(f"length_{what}_{label}", pl.LengthTransfer, compute)
-
+    @kept("sites_{}", PatchSitesResult)
     def sites(self, name: str) -> PatchSitesResult:
         """Every reading of "patch a middle position at the final layer"."""
         pairs = self.task.pairs(self.config["n_pairs"], self.length, self.seed, **PAIRS[self.config["task"]][name])
-        return self.part(
-            f"sites_{name}", PatchSitesResult, lambda: pl.patch_sites(self.model, pairs, batch_size=BATCH, seed=self.seed)
-        )  # fmt: skip
+        return pl.patch_sites(self.model, pairs, batch_size=BATCH, seed=self.seed)
 
-    def convolution(self) -> Any:
+    @kept("convolution", pl.ComponentResult)
+    def convolution(self) -> pl.ComponentResult:
         """The short convolution taken away from the trained model, in each sense of it."""
-        return self.part(
-            "convolution",
-            pl.ComponentResult,
-            lambda: pl.ablate_convolution(
-                self.model, self.data["held"], target=self.task.target, batch_size=BATCH, seed=self.seed
-            ),
-        )
-
-    def part(self, name: str, kind: type[R], compute: Callable[[], R]) -> R:
-        """A result from the cell's folder, or computed and saved there."""
-        path = self.folder / f"{name}.safetensors"
-        if path.exists():
-            return kind.load(path)
-        found = compute()
-        found.save(path)
-        return found
+        held, target = self.data["held"], self.task.target
+        return pl.ablate_convolution(self.model, held, target=target, batch_size=BATCH, seed=self.seed)
 
 
 def measure(cell: Cell, status: Status) -> list[dict[str, Any]]:
@@ -178,24 +159,37 @@ def measure(cell: Cell, status: Status) -> list[dict[str, Any]]:
         ("behaviour", lambda: _tidy("behaviour", cell.behaviour()))
     ]
     if "probes" in config["parts"]:
-        parts += [(f"probes, {span}", functools.partial(_read, cell, span)) for span in SPANS]
-    if "erasure" in config["parts"]:
-        for label in cell.labels:
-            for what in ("direction", "rows"):
-                parts.append((f"{what}, {label}", functools.partial(_targets, cell.ablation, label, what)))
-            for method in ("leace", "inlp"):
-                parts.append((f"{method}, {label}", functools.partial(_targets, cell.erased, label, method)))
-            parts.append((f"dose, {label}", functools.partial(_dose, cell, label)))
-            for what in ("direction", "leace") if config["lengths"] else ():
-                parts.append((f"lengths, {what}, {label}", functools.partial(_lengths, cell, label, what)))
+        parts += [(f"probes, {span}", partial(_read, cell, span)) for span in SPANS]
+    for label in cell.labels if "erasure" in config["parts"] else ():
+        parts += [(f"{what}, {label}", partial(_ablated, cell, label, what)) for what in WHAT]
+        parts.append((f"dose, {label}", partial(_dose, cell, label)))
+        for what in ("direction", "leace") if config["lengths"] else ():
+            parts.append((f"lengths, {what}, {label}", partial(_lengths, cell, label, what)))
     if "patching" in config["parts"]:
-        parts += [(f"sites, {name}", functools.partial(_sites, cell, name)) for name in PAIRS[config["task"]]]
+        parts += [(f"sites, {name}", partial(_sites, cell, name)) for name in PAIRS[config["task"]]]
     if "convolution" in config["parts"] and config["arch"] in ("mamba", "mamba2"):
         parts.append(("convolution", lambda: _tidy("convolution", cell.convolution())))
     for i, (name, compute) in enumerate(parts):
         status.update("measuring, part", i, len(parts), name)
         rows += compute()
     status.update("measuring, part", len(parts), len(parts), "done")
+    return rows
+
+
+def shown(status: Status, steps: int, doing: str = "training") -> Callable[[Mapping[str, Any]], None]:
+    """What ``train`` calls to show its progress: accuracy and length at each step."""
+
+    def show(step: Mapping[str, Any]) -> None:
+        said = f"accuracy {step['accuracy']:.2f} at length {step['length']}"
+        status.update(f"{doing}, step", int(step["step"]), steps, said)
+
+    return show
+
+
+def trained_rows(trained: TrainResult) -> list[dict[str, Any]]:
+    """The history of a training as rows; the last one also says what came of it."""
+    rows = [{**row, "kind": "training"} for row in trained.history]
+    rows[-1] |= {"n_params": trained.n_params, "learned": trained.reached, "cpu_seconds": trained.cpu_seconds}
     return rows
 
 
@@ -209,13 +203,9 @@ def _read(cell: Cell, span: str) -> list[dict[str, Any]]:
     for label in PROBED[cell.config["task"]]:
         found = cell.indices(label, span)
         row: dict[str, Any] = {
-            "kind": "indices",
-            "span": span,
-            "label": label,
-            "verdict": found.verdict,
-            "why": found.reason,
-        }
-        row["baseline"] = float(found.baseline.mean())
+            "kind": "indices", "span": span, "label": label, "verdict": found.verdict, "why": found.reason,
+            "baseline": float(found.baseline.mean()),
+        }  # fmt: skip
         for item in found.to_dataframe().dropna(subset=["statistic"]).to_dict("records"):
             name = item["statistic"]
             row |= {name: item["estimate"], f"{name}_lo": item["low"], f"{name}_hi": item["high"]}
@@ -223,24 +213,23 @@ def _read(cell: Cell, span: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _targets(part: Callable[[str, str], Any], label: str, what: str) -> list[dict[str, Any]]:
-    found = part(label, what)
-    ablation = found.ablation if isinstance(found, ErasureResult) else found
-    targets = found.rows if isinstance(found, ErasureResult) else ablation.targets()
-    return [{**row, "label": label, "what": what, "kind": "ablation"} for row in targets]
+def _ablated(cell: Cell, label: str, what: str) -> list[dict[str, Any]]:
+    rows = cell.erased(label, what).rows if what in ("leace", "inlp") else cell.ablation(label, what).targets()
+    return [{**row, "label": label, "what": what, "kind": "ablation"} for row in rows]
 
 
 def _dose(cell: Cell, label: str) -> list[dict[str, Any]]:
-    found = cell.dose(label)
-    if found is None:
-        return []
-    rows = _tidy("dose", found, what="inlp", label=label)
-    return [row for row in rows if row["condition"] == "target"]
+    largest = max(space.rank for space in cell.erased(label, "inlp").subspaces.values())
+    ranks = [rank for rank in RANKS if rank <= largest]
+    return _targets("dose", cell.dose(label, ranks), what="inlp", label=label) if ranks else []
 
 
 def _lengths(cell: Cell, label: str, what: str) -> list[dict[str, Any]]:
-    rows = _tidy("length", cell.transfer(label, what), what=what, label=label)
-    return [row for row in rows if row["condition"] == "target"]
+    return _targets("length", cell.transfer(label, what), what=what, label=label)
+
+
+def _targets(kind: str, result: Any, **columns: Any) -> list[dict[str, Any]]:
+    return [row for row in _tidy(kind, result, **columns) if row["condition"] == "target"]
 
 
 def _sites(cell: Cell, name: str) -> list[dict[str, Any]]:

@@ -13,8 +13,6 @@ import torch
 
 import probelens as pl
 
-__all__ = ["device_of", "identity", "is_mamba", "mixed", "quiet", "untrained"]
-
 
 def device_of(config: Mapping[str, Any]) -> str:
     """The device a cell runs on: what its config says, else the GPU where there is one."""
@@ -30,12 +28,10 @@ def is_mamba(model: pl.HookedModel) -> bool:
 def mixed(
     model: pl.HookedModel, bf16: bool = False, checkpointing: bool = False
 ) -> Callable[[], AbstractContextManager[Any]]:
-    """The context to train in, as ``probelens.training.train`` takes it.
+    """The context to train in, as ``train`` takes it.
 
-    Args:
-        model: The model.
-        bf16: bfloat16 autocast; weights and optimizer stay in float32.
-        checkpointing: Recompute activations in the backward pass; transformers' models only.
+    bf16 is autocast: weights and optimizer stay in float32. Checkpointing recomputes activations in the backward pass, of
+    transformers' models only.
     """
 
     @contextlib.contextmanager
@@ -75,6 +71,19 @@ def untrained(model: pl.HookedModel, seed: int) -> pl.HookedModel:
         torch.default_generator.manual_seed(seed)
         fresh = type(module)(module.config)
     return pl.wrap(fresh.eval().to(model.cfg.device), tokenizer=getattr(model, "tokenizer", None))
+
+
+def load_pretrained(config: Mapping[str, Any]) -> pl.HookedModel:
+    """The pretrained model of a cell, in float32."""
+    options = {"revision": config["revision"]} if config["revision"] and not config["weights"] else {}
+    with quiet():
+        return pl.load(config["model"], device=device_of(config), dtype="float32", **options)
+
+
+def identified(name: str) -> dict[str, str]:
+    """A cell's settings that say which model it is about; a folder's path is absolute, for workers that start elsewhere."""
+    place = str(Path(name).absolute()) if Path(name).is_dir() else name
+    return {"model": place, "weights": identity(place)}
 
 
 def identity(name: str) -> str:

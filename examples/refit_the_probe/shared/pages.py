@@ -5,17 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
 
 import probelens as pl
+from probelens.experiments import RunRecord
+from probelens.experiments.recipe import about_run, unfinished
 from probelens.results.files import atomic_path, write_rows
+from probelens.results.report import Claim, write_report
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
-
-    from probelens.results.report import Claim
-
-__all__ = ["claims_table", "exit_with_message", "fill", "write_claims", "write_pictures"]
 
 
 def write_pictures(figures: Mapping[str, go.Figure | None], folder: Path) -> None:
@@ -47,15 +48,10 @@ def claims_table(claims: Sequence[Claim]) -> str:
 
 
 def fill(page: str, tables: Mapping[str, str]) -> str:
-    """A page with its tables written again: each stands between ``<!-- NAME -->`` and ``<!-- end NAME -->``.
-
-    Raises:
-        probelens.InputError: The page has none of these marks.
-    """
+    """A page with its tables written again: each stands between ``<!-- NAME -->`` and ``<!-- end NAME -->``."""
     if not any(f"<!-- {name} -->" in page for name in tables):
-        raise pl.InputError(
-            f"the page has no table to write again: none of the marks {', '.join(f'<!-- {n} -->' for n in tables)}"
-        )
+        marks = ", ".join(f"<!-- {name} -->" for name in tables)
+        raise pl.InputError(f"the page has no table to write again: none of the marks {marks}")
     for name, table in tables.items():
         first, last = f"<!-- {name} -->", f"<!-- end {name} -->"
         if first in page:
@@ -64,9 +60,15 @@ def fill(page: str, tables: Mapping[str, str]) -> str:
     return page
 
 
-def write_claims(claims: Sequence[Claim], folder: Path) -> None:
-    """Write ``claims.parquet``; ``agrees`` is True, False or None, the rest is text."""
-    import pandas as pd
+def write_paper_report(
+    config: Any, record: RunRecord, claims: Sequence[Claim], measured: Mapping[str, object], **report: Any
+) -> Path:
+    """Write ``claims.parquet`` and ``report.html`` into the run folder, and return the latter's path.
 
+    ``agrees`` of a claim is True, False or None, the rest of it is text. ``report`` is title, lead and sections.
+    """
+    folder = Path(config.out)
     rows = [{**{k: str(v) for k, v in vars(claim).items()}, "agrees": claim.agrees} for claim in claims]
     write_rows(folder / "claims.parquet", pd.DataFrame(rows).astype({"agrees": "boolean"}))
+    measured = {**unfinished(record, folder), **measured}
+    return write_report(folder / "report.html", **report, paper=claims, measured=measured, **about_run(config, record))

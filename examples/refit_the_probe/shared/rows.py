@@ -11,8 +11,6 @@ import pandas as pd
 import probelens as pl
 from probelens.results.files import read_rows
 
-__all__ = ["LEARNED", "MEASURED", "best", "each", "learned_only", "merged", "of_learned", "slim"]
-
 LEARNED = 0.95  # at the trained length, beyond the 20th position: what comes first is easy
 MEASURED = ("probe", "ablation", "dose", "length", "site", "convolution")
 
@@ -20,10 +18,8 @@ MEASURED = ("probe", "ablation", "dose", "length", "site", "convolution")
 def learned_only(rows: pd.DataFrame, by: Sequence[str], least: float = LEARNED) -> pd.DataFrame:
     """Rows without what was measured on models that did not learn; how they trained and answered stays.
 
-    Args:
-        rows: Rows of any kinds; a model without a row on its answers is taken to have learned.
-        by: The columns that tell one model from another.
-        least: Accuracy that counts as learned: at the shortest length, beyond the 20th position where that is known.
+    ``by`` are the columns that tell one model from another, ``least`` the accuracy that counts as learned: at the shortest
+    length, beyond the 20th position where that is known. A model without a row on its answers is taken to have learned.
     """
     answers = rows[rows["kind"] == "behaviour"]
     if answers.empty or "span" not in answers:
@@ -38,11 +34,9 @@ def learned_only(rows: pd.DataFrame, by: Sequence[str], least: float = LEARNED) 
 
 def _late(answers: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     """The answers that each model is judged by: at the shortest length, at late positions where they are reported."""
-    judged = answers[answers["span"].isin(["late", "all"])]
-    order = judged.assign(_late=judged["span"] == "late").sort_values(
-        ["length", "_late"], ascending=[True, False], kind="stable"
-    )
-    return order.drop_duplicates(list(by))
+    judged = where(answers, span=("late", "all"))
+    judged = judged.assign(_late=judged["span"] == "late")
+    return judged.sort_values(["length", "_late"], ascending=[True, False], kind="stable").drop_duplicates(list(by))
 
 
 def of_learned(answers: pd.DataFrame) -> pd.DataFrame:
@@ -53,8 +47,8 @@ def of_learned(answers: pd.DataFrame) -> pd.DataFrame:
     made = []
     judged = _late(answers, ("arch", "task", "train_seed"))
     good = judged[judged["accuracy"] >= LEARNED]
-    for (arch, task), part in answers[answers["span"] == "all"].groupby(["arch", "task"], sort=False):
-        seeds = good[(good["arch"] == arch) & (good["task"] == task)]["train_seed"]
+    for (arch, task), part in where(answers, span="all").groupby(["arch", "task"], sort=False):
+        seeds = where(good, arch=arch, task=task)["train_seed"]
         kept = part[part["train_seed"].isin(seeds)] if len(seeds) else part
         made.append(kept.assign(n_seeds=part["train_seed"].nunique(), n_learned=len(seeds)))
     return pd.concat(made) if made else answers.assign(n_seeds=0, n_learned=0)
@@ -63,15 +57,9 @@ def of_learned(answers: pd.DataFrame) -> pd.DataFrame:
 def merged(paths: Sequence[Path], by: Sequence[str]) -> pd.DataFrame:
     """The rows of several runs together; a model that two of them have is the later one's.
 
-    Args:
-        paths: Files of rows, at least one.
-        by: The columns that tell one model from another.
-
-    Raises:
-        probelens.StoreError: A file isn't there, is damaged, or lacks one of the columns.
+    ``by`` are the columns that tell one model from another. A StoreError says that a file isn't there, is damaged, or lacks
+    one of them.
     """
-    import pandas as pd
-
     kept: dict[Any, pd.DataFrame] = {}
     for path in paths:
         if not path.is_file():
@@ -86,6 +74,13 @@ def merged(paths: Sequence[Path], by: Sequence[str]) -> pd.DataFrame:
 def each(table: pd.DataFrame) -> Iterator[Any]:
     """The rows of a table, each column an attribute."""
     return table.itertuples()
+
+
+def where(table: pd.DataFrame, **columns: Any) -> pd.DataFrame:
+    """The rows whose columns have these values; of a tuple, any of them."""
+    for name, value in columns.items():
+        table = table[table[name].isin(value if isinstance(value, tuple) else (value,))]
+    return table
 
 
 def best(table: pd.DataFrame, column: str) -> Any:

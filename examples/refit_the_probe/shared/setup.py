@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import probelens as pl
-
-__all__ = ["ARCHS", "LABELS", "NAMES", "PAIRS", "PROBED", "TASKS", "TITLES", "build", "make_task", "training"]
 
 ARCHS = ("transformer", "mamba", "mamba2", "lstm", "gru")
 NAMES = {"transformer": "Transformer", "mamba": "Mamba", "mamba2": "Mamba-2", "lstm": "LSTM", "gru": "GRU"}
@@ -25,25 +23,21 @@ PAIRS: dict[str, dict[str, dict[str, str]]] = {
     "counter": {"depth": {}},
 }
 RANKS = (4, 16, 64)  # of INLP's directions: to chance it takes most of the space; the paper's stopped much earlier
-WHAT = {
-    "direction": "best direction",
-    "rows": "all probe rows",
-    "leace": "LEACE",
-    "inlp": "INLP",
-}  # the ways to take a variable out
+# The ways to take a variable out.
+WHAT = {"direction": "best direction", "rows": "all probe rows", "leace": "LEACE", "inlp": "INLP"}
 
 
 def make_task(name: str) -> Any:
     """A task as all cells have it: a start token, no-ops where they are needed to tell depth from position."""
-    if name == "parity":
-        return pl.tasks.Parity(bos=True)
-    if name == "s3":
-        return pl.tasks.GroupWords("S3", generators="all", bos=True)
-    if name == "dyck":
-        return pl.tasks.Dyck(k=2, max_depth=10, noop=0.2, target="state", bos=True)
-    if name == "counter":
-        return pl.tasks.Counter(max_depth=10, noop=0.2, bos=True)
-    raise pl.InputError(f"unknown task {name!r}. Allowed: {', '.join(TASKS)}")
+    made: dict[str, Callable[[], Any]] = {
+        "parity": lambda: pl.tasks.Parity(bos=True),
+        "s3": lambda: pl.tasks.GroupWords("S3", generators="all", bos=True),
+        "dyck": lambda: pl.tasks.Dyck(k=2, max_depth=10, noop=0.2, target="state", bos=True),
+        "counter": lambda: pl.tasks.Counter(max_depth=10, noop=0.2, bos=True),
+    }
+    if name not in made:
+        raise pl.InputError(f"unknown task {name!r}. Allowed: {', '.join(TASKS)}")
+    return made[name]()
 
 
 def build(config: Mapping[str, Any], task: Any, seed: int) -> pl.HookedModel:
