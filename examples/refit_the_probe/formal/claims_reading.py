@@ -16,6 +16,7 @@ from probelens.examples.refit_the_probe.shared.setup import LABELS, NAMES, TITLE
 from probelens.numerics.indices import STATISTICS
 from probelens.results.report import Claim
 
+Key = tuple[str, str]  # task and label
 RECURRENT, SSM = ("lstm", "gru"), ("mamba", "mamba2")
 PARITY, S3, DYCK, COUNTER = ("parity", "state"), ("s3", "state"), ("dyck", "depth"), ("counter", "depth")
 
@@ -182,15 +183,7 @@ def _layer_by_layer(rows: pd.DataFrame) -> Claim:
     return Claim(claim, paper, _words(found), _bounds(found), _expected(found, "gradual", archs))
 
 
-def _groups(
-    rows: pd.DataFrame,
-    claim: str,
-    paper: str,
-    one: tuple[str, str],
-    near: tuple[str, str],
-    far: tuple[str, str],
-    note: str = "",
-) -> Claim:
+def _groups(claim: str, paper: str, one: Key, near: Key, far: Key, note: str, rows: pd.DataFrame) -> Claim:
     """Whether a task's centre of mass lies nearer to one task's than to another's, family by family."""
     coms = _coms(_indices(rows, claim, paper))
     said, verdicts = [], list[bool | None]()
@@ -232,6 +225,8 @@ def _reversal(rows: pd.DataFrame) -> Claim:
     return Claim(claim, paper, ", ".join(said), "; ".join(bounds), every(verdicts), note)
 
 
+COUNTED = "(added) Counter, a clipped sum without a stack, groups with Dyck depth"
+CLIPPED = "Clipping isn't linear, so a Counter that lies elsewhere doesn't show that depth needs a stack."
 READING: tuple[Callable[[pd.DataFrame], Claim], ...] = (
     _sizes,
     *(partial(_perfect, task=task) for task in ("parity", "s3")),
@@ -248,21 +243,6 @@ READING: tuple[Callable[[pd.DataFrame], Claim], ...] = (
     *(partial(_at_once, label=label) for label in LABELS["dyck"]),
     _layer_by_layer,
     _reversal,
-    partial(
-        _groups,
-        claim="5. S3 groups with Parity, not with Dyck, in all families",
-        paper="all five",
-        one=S3,
-        near=PARITY,
-        far=DYCK,
-    ),
-    partial(
-        _groups,
-        claim="(added) Counter, a clipped sum without a stack, groups with Dyck depth",
-        paper="not in the paper",
-        one=COUNTER,
-        near=DYCK,
-        far=PARITY,
-        note="Clipping isn't linear, so a Counter that lies elsewhere doesn't show that depth needs a stack.",
-    ),
+    partial(_groups, "5. S3 groups with Parity, not with Dyck, in all families", "all five", S3, PARITY, DYCK, ""),
+    partial(_groups, COUNTED, "not in the paper", COUNTER, DYCK, PARITY, CLIPPED),
 )

@@ -65,20 +65,7 @@ def _sites(rows: pd.DataFrame) -> list[Table]:
     if "site" not in set(rows["kind"]):
         return []
     found = main_cells(rows, "site")
-    columns = [
-        "model",
-        "task",
-        "pairs",
-        "site",
-        "read",
-        "expected",
-        "recovery",
-        "lo",
-        "hi",
-        "n",
-        "holds",
-        "why",
-        "description",
-    ]
-    found = found[[column for column in columns if column in found]]
+    about = ["model", "task", "pairs", "site", "read"]
+    measured = ["expected", "recovery", "lo", "hi", "n", "holds", "why", "description"]
+    found = found[[column for column in (*about, *measured) if column in found]]
     return [Table("Recovery at each site", found, name="sites", open=True)]

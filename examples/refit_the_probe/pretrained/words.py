@@ -28,21 +28,8 @@ class InVocabulary(Task):
     a, b, c, … in their order, as the elements of S3 are. The classes of the target are written A, B, C, … in their
     order. Where the task has BOS, it is the tokenizer's BOS, or its EOS where it has none, as in Pythia.
 
-    Labels:
-        - All of the task's, with their class ids: to be probed and erased.
-        - ``answer``: The token that the model is to answer with. This is the target.
-
-    Args:
-        task: The task.
-        tokenizer: That of the model.
-
-    Attributes:
-        symbols: How each symbol is written.
-        answers: How each class is written.
-
-    Raises:
-        probelens.InputError: No tokenizer, one without a token for a letter or without BOS and EOS, or a target with
-            more classes than letters.
+    The labels are the task's, to be probed and erased, and the target ``answer``: the token the model is to answer with.
+    ``symbols`` and ``answers`` say how each symbol and each class is written. An InputError says what can't be written.
     """
 
     def __init__(self, task: Task, tokenizer: Any) -> None:

@@ -14,17 +14,8 @@ END = "<|endoftext|>"
 
 
 def make_tokenizer(texts: Iterable[str], size: int) -> Any:
-    """A byte-level BPE tokenizer, GPT-2's kind, learned from texts: every character has a token of its own.
-
-    Args:
-        texts: What to learn from.
-        size: Number of tokens, `END` included, which is BOS and EOS at once.
-
-    Returns:
-        A ``PreTrainedTokenizerFast``.
-
-    Raises:
-        probelens.InputError: Fewer tokens than bytes.
+    """A byte-level BPE tokenizer, GPT-2's kind, of ``size`` tokens: every byte, `END`, which is BOS and EOS at once, and what
+    is learned from the texts.
     """
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -41,14 +32,9 @@ def make_tokenizer(texts: Iterable[str], size: int) -> Any:
 
 
 class NextToken(pl.tasks.Task):
-    """Windows of a text, and the token that follows each position: language modelling as a task.
+    """Windows of a text (n_tokens,), and the token that follows each position: language modelling as a task.
 
-    Labels:
-        - ``next``: The next token's id; undefined at a window's last position.
-
-    Args:
-        ids: The text. (n_tokens,)
-        vocab: Token strings.
+    The label ``next`` is the next token's id; it is undefined at a window's last position.
     """
 
     def __init__(self, ids: np.ndarray, vocab: Sequence[str]) -> None:
