@@ -59,12 +59,9 @@ class GenericHF(HFTransformer):
         mixer = self.module.get_submodule(where)
         if _has_inside(mixer) and parts.mixer_scale == 1:
             return _mamba.mixer_points(self, prefix, where)
-        return [
-            self.boundary(
-                prefix + "mixer.hook_out", where, "out", aliases=(prefix + "hook_mixer_out",),
-                scale=parts.mixer_scale, note=f"output of the mixer, a {type(mixer).__name__}",
-            )
-        ]  # fmt: skip
+        alias, note = (prefix + "hook_mixer_out",), f"output of the mixer, a {type(mixer).__name__}"
+        scale = parts.mixer_scale
+        return [self.boundary(prefix + "mixer.hook_out", where, "out", aliases=alias, scale=scale, note=note)]
 
     def _shared_points(self, prefix: str, path: str) -> list[HookPoint]:
         if first_child(self.module.get_submodule(path), _SHARED) is None:
@@ -208,12 +205,9 @@ class Generic(Adapter):
         points = []
         mixer, mlp = first_child(block, (*MIXERS, *ATTENTION)), first_child(block, MLP)
         if mixer is not None:
-            points.append(
-                self.boundary(
-                    prefix + "mixer.hook_out", join(path, mixer), "out", aliases=(prefix + "hook_mixer_out",),
-                    note=f"output of {type(block.get_submodule(mixer)).__name__}",
-                )
-            )  # fmt: skip
+            where, alias = join(path, mixer), (prefix + "hook_mixer_out",)
+            note = f"output of {type(block.get_submodule(mixer)).__name__}"
+            points.append(self.boundary(prefix + "mixer.hook_out", where, "out", aliases=alias, note=note))
         if mlp is not None:
             note = f"output of {type(block.get_submodule(mlp)).__name__}"
             points.append(self.boundary(prefix + "hook_mlp_out", join(path, mlp), "out", note=note))

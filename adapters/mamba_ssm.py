@@ -89,11 +89,8 @@ class MambaSSM(Adapter):
             note = "residual between mixer and MLP; an edit reaches both the MLP and the residual stream"
             points.append(self.interior(prefix + "hook_resid_mid", path, axes=RESID, note=note))
             note = "neurons, before the MLP's output projection"
-            points.append(
-                self.boundary(
-                    prefix + "mlp.hook_post", join(path, "mlp.fc2"), "in", axes=("batch", "pos", "d_mlp"), note=note
-                )
-            )
+            axes = ("batch", "pos", "d_mlp")
+            points.append(self.boundary(prefix + "mlp.hook_post", join(path, "mlp.fc2"), "in", axes=axes, note=note))
             note = "what the MLP adds to the residual stream"
             points.append(self.boundary(prefix + "hook_mlp_out", join(path, "mlp"), "out", note=note))
         return points

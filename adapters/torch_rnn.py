@@ -62,15 +62,10 @@ class TorchRNN(Adapter):
         after = [path for path, _ in layers].index(found[-1][0])
         linears = [path for path, m in layers[after + 1 :] if isinstance(m, nn.Linear)]
         embeddings = [path for path, m in layers if isinstance(m, nn.Embedding)]
-        self.parts = {
-            part: path
-            for part, path in (
-                ("embed", embed or (embeddings[0] if len(embeddings) == 1 else None)),
-                ("ln_final", ln_final),
-                ("unembed", unembed or (linears[0] if len(linears) == 1 else None)),
-            )
-            if path is not None
-        }
+        embed = embed or (embeddings[0] if len(embeddings) == 1 else None)
+        unembed = unembed or (linears[0] if len(linears) == 1 else None)
+        parts = {"embed": embed, "ln_final": ln_final, "unembed": unembed}
+        self.parts = {part: path for part, path in parts.items() if path is not None}
         names = [path for path, _ in module.named_modules()]
         for part, path in self.parts.items():
             if path not in names:
@@ -125,12 +120,9 @@ class TorchRNN(Adapter):
         for name, point in rnn_points(self._rnn(path)).items():
             owner, _, tail = name.partition(".")
             if owner == str(j) and tail not in ("hook_in", "hook_out"):
+                full = f"{prefix}rnn.{tail}"
                 reach = "; an edit reaches this step's state and every later one" if "_gate_" in tail else ""
-                points.append(
-                    self.interior(
-                        f"{prefix}rnn.{tail}", path, axes=point.axes, step=point.step, note=point.note + reach
-                    )
-                )
+                points.append(self.interior(full, path, axes=point.axes, step=point.step, note=point.note + reach))
         return points
 
     def tap_names(self, path: str) -> dict[str, str]:
@@ -295,13 +287,11 @@ def _blank(rnn: nn.RNNBase, native: Any, thread: int) -> Any:
     def forward(input: Any, hx: Any = None) -> Any:
         if threading.get_ident() != thread:
             return native(input, hx)
-        data = input.data if isinstance(input, PackedSequence) else input
+        packed = isinstance(input, PackedSequence)
+        data = input.data if packed else input
         zeros = data.new_zeros(*data.shape[:-1], _width(rnn))
-        if isinstance(input, PackedSequence):
-            zeros = input._replace(data=zeros)
-        batch = (
-            int(input.batch_sizes[0]) if isinstance(input, PackedSequence) else data.shape[0 if rnn.batch_first else 1]
-        )
+        zeros = input._replace(data=zeros) if packed else zeros
+        batch = int(input.batch_sizes[0]) if packed else data.shape[0 if rnn.batch_first else 1]
         layers = rnn.num_layers * (2 if rnn.bidirectional else 1)
         h = data.new_zeros(layers, batch, rnn.proj_size or rnn.hidden_size)
         state = (h, data.new_zeros(layers, batch, rnn.hidden_size)) if rnn.mode == "LSTM" else h

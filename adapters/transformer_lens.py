@@ -225,7 +225,7 @@ class TransformerLens(Adapter):
             for point in own.values():
                 stack.enter_context(_only(point, reached))
             stack.enter_context(torch.no_grad())
-            stack.enter_context(_evaluating(self.modules()))
+            stack.enter_context(self.evaluating())
             try:
                 self.run(call)
             except Exception as err:
@@ -260,15 +260,3 @@ def _only(point: nn.Module, reached: set[int]) -> Iterator[None]:
             yield
     finally:
         point._forward_hooks = before
-
-
-@contextlib.contextmanager
-def _evaluating(modules: list[nn.Module]) -> Iterator[None]:
-    flags = {m: m.training for m in modules}
-    try:
-        for m in flags:
-            m.training = False
-        yield
-    finally:
-        for m, training in flags.items():
-            m.training = training

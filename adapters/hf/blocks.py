@@ -83,14 +83,9 @@ def join(*parts: str) -> str:
 
 def parallel(block: nn.Module, config: Any) -> bool:
     """Whether attention and MLP of a block both read the residual that enters it."""
-    for owner, flag in (
-        (block, "use_parallel_residual"),
-        (config, "parallel_attn"),
-        (config, "new_decoder_architecture"),
-    ):
-        if getattr(owner, flag, False):
-            return True
-    return str(getattr(config, "model_type", "")) in _PARALLEL_TYPES
+    flags = ((block, "use_parallel_residual"), (config, "parallel_attn"), (config, "new_decoder_architecture"))
+    kind = str(getattr(config, "model_type", ""))
+    return kind in _PARALLEL_TYPES or any(getattr(owner, flag, False) for owner, flag in flags)
 
 
 def uses_interface(attention: nn.Module) -> bool:
@@ -147,10 +142,7 @@ def _mlp(block: nn.Module) -> dict[str, Any]:
         what = (
             f"its gate and its input are one projection, {join(mlp, fused)}" if fused else "it is a mixture of experts"
         )
-        found["absent"] = {
-            "hook_pre": f"this MLP has no such layer: {what}",
-            "hook_post": f"this MLP has no such layer: {what}",
-        }
+        found["absent"] = dict.fromkeys(("hook_pre", "hook_post"), f"this MLP has no such layer: {what}")
     return found
 
 
@@ -163,13 +155,10 @@ def _scales(block: nn.Module, config: Any) -> dict[str, float]:
     for name in ("residual_multiplier", "residual_scale"):
         factor = getattr(block, name, None)
         if isinstance(factor, (int, float)) and factor != 1:
-            return {"attn_scale": float(factor), "mixer_scale": float(factor), "mlp_scale": float(factor)}
-    scales = {}
-    for part, name in (("attn_scale", "attn_out_multiplier"), ("mixer_scale", "ssm_out_multiplier")):
-        factor = getattr(block, name, None)
-        if isinstance(factor, (int, float)):
-            scales[part] = float(factor)
-    return scales
+            return dict.fromkeys(("attn_scale", "mixer_scale", "mlp_scale"), float(factor))
+    names = (("attn_scale", "attn_out_multiplier"), ("mixer_scale", "ssm_out_multiplier"))
+    factors = {part: getattr(block, name, None) for part, name in names}
+    return {part: float(factor) for part, factor in factors.items() if isinstance(factor, (int, float))}
 
 
 def _no_sums(block: nn.Module, config: Any) -> str | None:

@@ -31,16 +31,12 @@ def mixer_points(adapter: Adapter, prefix: str, path: str) -> list[HookPoint]:
     mixer = adapter.module.get_submodule(path)
     out = []
     for name, point in (MAMBA2_POINTS if is_mamba2(mixer) else MAMBA_POINTS).items():
-        full = f"{prefix}mixer.{name}"
+        full, side = f"{prefix}mixer.{name}", name.removeprefix("hook_")
         if name == "hook_inner_norm" and getattr(mixer, "norm", None) is None:
             continue
-        if name in ("hook_in", "hook_out"):
-            alias = (f"{prefix}hook_mixer_out",) if name == "hook_out" else ()
-            out.append(
-                adapter.boundary(
-                    full, path, name.removeprefix("hook_"), axes=point.axes, aliases=alias, note=point.note
-                )
-            )
+        if side in ("in", "out"):
+            alias = (f"{prefix}hook_mixer_out",) if side == "out" else ()
+            out.append(adapter.boundary(full, path, side, axes=point.axes, aliases=alias, note=point.note))
         else:
             out.append(adapter.interior(full, path, axes=point.axes, step=point.step, note=point.note))
     return out

@@ -70,12 +70,9 @@ class HFTransformer(HFAdapter):
         prefix, parts = f"blocks.{layer}.", self.block_parts[layer]
         points = self._attention_points(prefix, path, parts)
         if parts.middle is not None:
-            points.append(
-                self.boundary(
-                    prefix + "hook_resid_mid", join(path, parts.middle), "in", carry=path,
-                    note="residual between attention and MLP; an edit reaches both the MLP and the residual stream",
-                )
-            )  # fmt: skip
+            where = join(path, parts.middle)
+            note = "residual between attention and MLP; an edit reaches both the MLP and the residual stream"
+            points.append(self.boundary(prefix + "hook_resid_mid", where, "in", carry=path, note=note))
         return points + self._mlp_points(prefix, path, parts)
 
     def _attention_points(self, prefix: str, path: str, parts: BlockParts) -> list[HookPoint]:
@@ -89,19 +86,13 @@ class HFTransformer(HFAdapter):
                 for name, (axes, note) in _INSIDE.items()
             ]
         if parts.attn_down and self._heads_of(attention) and not _is_linear(self.module.get_submodule(path)):
-            points.append(
-                self.boundary(
-                    prefix + "attn.hook_z", join(path, parts.attn_down), "in", axes=HEADS, heads=self.cfg.n_heads,
-                    note="values mixed by the pattern, before attention's output projection",
-                )
-            )  # fmt: skip
+            where, heads = join(path, parts.attn_down), self.cfg.n_heads
+            note = "values mixed by the pattern, before attention's output projection"
+            points.append(self.boundary(prefix + "attn.hook_z", where, "in", axes=HEADS, heads=heads, note=note))
         if parts.attn_out is not None:
-            points.append(
-                self.boundary(
-                    prefix + "hook_attn_out", join(path, parts.attn_out), "out", scale=parts.attn_scale,
-                    note="what attention adds to the residual stream",
-                )
-            )  # fmt: skip
+            where, scale = join(path, parts.attn_out), parts.attn_scale
+            note = "what attention adds to the residual stream"
+            points.append(self.boundary(prefix + "hook_attn_out", where, "out", scale=scale, note=note))
         return points
 
     def _heads_of(self, attention: nn.Module) -> bool:

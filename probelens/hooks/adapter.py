@@ -302,6 +302,17 @@ class Adapter:
         """Every module whose training flag counts."""
         return list(self.module.modules())
 
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Eval mode inside the block; every module's own training flag comes back after it."""
+        flags = {m: m.training for m in self.modules()}
+        try:
+            self.module.eval()
+            yield
+        finally:
+            for module, training in flags.items():
+                module.training = training
+
     def run(self, call: Call) -> Any:
         """Call the module, and give back what it returned.
 

@@ -293,13 +293,8 @@ class TransformerLensMethods:
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[Self]:
         """Eval mode inside the block; every module's own training flag comes back after it."""
-        flags = {m: m.training for m in self.adapter.modules()}
-        try:
-            self.module.eval()
+        with self.adapter.evaluating():
             yield self
-        finally:
-            for module, training in flags.items():
-                module.training = training
 
     def eval(self) -> Self:
         """Put the module in eval mode."""
