@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ _FEWEST_ELEMENTS = 1 << 20
 _PIECE_FLOATS = 1 << 18
 _MOST_FLOATS = 1 << 24
 _NARROWEST, _WIDEST = 16, 256
+
+T = TypeVar("T")
 
 
 def suits_scan(u: Tensor, A: Tensor) -> bool:
@@ -67,15 +69,14 @@ def scan_gradients(
     """Gradients of the inputs of `scan`, from those of its outputs."""
     g_u, g_dt, g_B, g_C, g_first = (_zeros(v) for v in (u, dt, B, C, first))
     arrays = *_arrays(u, dt, A, B, C, first, grad_y, grad_last), *_arrays(g_u, g_dt, g_B, g_C, g_first)
-    run, parts = _loops().run_scan_gradients, list[Tensor]()
+    run = _loops().run_scan_gradients
 
-    def share(start: int, stop: int) -> None:
+    def share(start: int, stop: int) -> Tensor:
         g_A = _zeros(A)
         run(start, stop, _width(u, A), *arrays, g_A.numpy())
-        parts.append(g_A)
+        return g_A
 
-    _by_rows(len(u), share)
-    return g_u, g_dt, torch.stack(parts).sum(0), g_B, g_C, g_first
+    return g_u, g_dt, torch.stack(_by_rows(len(u), share)).sum(0), g_B, g_C, g_first
 
 
 def conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -91,15 +92,14 @@ def conv_gradients(x: Tensor, weight: Tensor, grad_y: Tensor) -> tuple[Tensor, T
     """Gradients of the x, weight and bias of `conv`, from that of its output."""
     g_x = _zeros(x)
     arrays = *_arrays(x, weight, grad_y), g_x.numpy()
-    run, parts = _loops().run_conv_gradients, list[tuple[Tensor, Tensor]]()
+    run = _loops().run_conv_gradients
 
-    def share(start: int, stop: int) -> None:
+    def share(start: int, stop: int) -> tuple[Tensor, Tensor]:
         g_weight, g_bias = _zeros(weight), x.new_zeros(x.shape[2])
         run(start, stop, *arrays, g_weight.numpy(), g_bias.numpy())
-        parts.append((g_weight, g_bias))
+        return g_weight, g_bias
 
-    _by_rows(len(x), share)
-    g_weights, g_biases = zip(*parts)
+    g_weights, g_biases = zip(*_by_rows(len(x), share))
     return g_x, torch.stack(g_weights).sum(0), torch.stack(g_biases).sum(0)
 
 
@@ -123,15 +123,14 @@ def _width(u: Tensor, A: Tensor) -> int:
     return min(_WIDEST, max(_NARROWEST, fits // _NARROWEST * _NARROWEST))
 
 
-def _by_rows(batch: int, run: Callable[[int, int], None]) -> None:
-    """Share the examples out among as many threads as PyTorch uses."""
+def _by_rows(batch: int, run: Callable[[int, int], T]) -> list[T]:
+    """Share the examples out among as many threads as PyTorch uses; results in the order of the examples."""
     n = min(torch.get_num_threads(), batch)
     if n <= 1:
-        run(0, batch)
-        return
+        return [run(0, batch)]
     bounds = [batch * i // n for i in range(n + 1)]
     with ThreadPoolExecutor(n) as pool:
-        list(pool.map(run, bounds[:-1], bounds[1:]))
+        return list(pool.map(run, bounds[:-1], bounds[1:]))
 
 
 @functools.cache

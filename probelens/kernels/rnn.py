@@ -127,15 +127,10 @@ def rnn_forward(
         return _kind(module).forward(module, input, hx)  # not the instance's, which may be the one that called us
     m: Any = module
     run, x, state = _unpack(m, tap, wanted, input, hx, offset)
-    finals: list[list[Tensor]] = [[] for _ in state]
     ways = len(suffixes(m))
-    for layer in range(m.num_layers):
-        if start is not None and layer < start[0]:
-            for collected, given in zip(finals, state):
-                collected.extend(given[layer * ways : (layer + 1) * ways])
-            continue
-        if start is not None and layer == start[0]:
-            x = swap(start[1])
+    lowest, x = (0, x) if start is None else (start[0], swap(start[1]))
+    finals = [list(s[: lowest * ways]) for s in state]
+    for layer in range(lowest, m.num_layers):
         x = swap(offer(tap, f"{layer}.hook_in", swap(x)))
         first = [tuple(s[layer * ways + way] for s in state) for way in range(ways)]
         out, last = run.layer(layer, x, first)

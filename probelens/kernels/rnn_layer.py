@@ -143,7 +143,7 @@ class Run:
                 parts.append(out)
             if edited:
                 fire = self._fire(layer, way, stop - 1, None, {})
-                state = one_step(self._mode, w.of_input(x[stop - 1]), state, w, fire)
+                state = one_step(self.module.mode, w.of_input(x[stop - 1]), state, w, fire)
                 parts.append(state[0][None])
         return torch.cat(parts), state
 
@@ -160,7 +160,7 @@ class Run:
             pos = self.length - 1 - step if backwards else step
             offered = wanted_at is None or pos in wanted_at
             fire = self._fire(layer, way, step, row, read, editing=offered)
-            new = one_step(self._mode, from_input, state, w, fire)
+            new = one_step(self.module.mode, from_input, state, w, fire)
             if row is None:
                 state = new
                 outs.append(new[0])
@@ -219,7 +219,7 @@ class Run:
                 self.tap(name, swap(shown.flip(0) if backwards else shown), None, length)
             return tensor
 
-        gates = gates_of(self._mode, w.of_input(x), h, w, show)
+        gates = gates_of(self.module.mode, w.of_input(x), h, w, show)
         if self._name(layer, "hook_c", way) in names:
             i, f, g, _ = gates
             c, cells = state[1], []
@@ -233,7 +233,7 @@ class Run:
         """Torch's own kernel on some steps of one layer, in one or both directions."""
         flat = [tensor for w in ways for tensor in w if tensor is not None]
         state = [torch.stack(tensors) for tensors in zip(*first)]
-        kernel = getattr(torch._VF, self._mode.lower())
+        kernel = getattr(torch._VF, self.module.mode.lower())
         options = (self.module.bias, 1, 0.0, self.module.training, len(ways) == 2)
         packed = None
         if self.lengths is None:
@@ -255,7 +255,7 @@ class Run:
         return out, [tuple(s[way] for s in last) for way in range(len(ways))]
 
     def _hx(self, state: list[Tensor]) -> Any:
-        return tuple(state) if self._mode == "LSTM" else state[0]
+        return tuple(state) if self.module.mode == "LSTM" else state[0]
 
     def _weights(self, layer: int, way: int) -> Weights:
         ih, hh, *rest = self.module.all_weights[layer * len(suffixes(self.module)) + way]
@@ -264,7 +264,7 @@ class Run:
         return Weights(ih, hh, bias_ih, bias_hh, hr)
 
     def _listening(self, layer: int, way: int) -> list[str]:
-        names = (self._name(layer, point, way) for point in step_names(self._mode))
+        names = (self._name(layer, point, way) for point in step_names(self.module.mode))
         return [name for name in names if name in self.wanted]
 
     def _name(self, layer: int, point: str, way: int) -> str:
@@ -277,10 +277,6 @@ class Run:
         steps = torch.arange(self.length, device=x.device)[:, None]
         real = (steps < self.lengths.to(x.device))[..., None]
         return real.flip(0) if backwards else real
-
-    @property
-    def _mode(self) -> str:
-        return str(self.module.mode)
 
     def pack(self, x: Tensor) -> Any:
         """The output as the module gives it, from (pos, batch, hidden)."""

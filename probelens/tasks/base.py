@@ -6,6 +6,7 @@ disjoint splits, endless training data, clean/corrupted pairs and baselines foll
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -21,8 +22,7 @@ from probelens.numerics.tensors import whole_number
 from probelens.tasks.baselines import baselines
 from probelens.tasks.data import IGNORE, Batch, Exclude, PatchPairs, parts_of
 from probelens.tasks.drawing.arguments import rng_from, sizes_of
-from probelens.tasks.drawing.distinct import avoid, hashed, unique
-from probelens.tasks.drawing.pairs import Pairs, collect_pairs
+from probelens.tasks.drawing.search import Pairs, avoid, collect_pairs, hashed, unique
 from probelens.tasks.vocabulary import Vocabulary, to_int64
 
 __all__ = ["Task"]
@@ -209,11 +209,8 @@ class Task(Vocabulary, ABC):
         rng = rng_from(seed, "splits", length)
         draw = partial(self._draw, length=length, rng=rng)
         symbols = unique(draw, total, f"{self.name} of length {length}", rng)
-        out, first = {}, 0
-        for name, size in counts.items():
-            out[name] = self._batch(symbols[first : first + size], first)
-            first += size
-        return out
+        firsts = itertools.accumulate(counts.values(), initial=0)
+        return {name: self._batch(symbols[i : i + size], i) for (name, size), i in zip(counts.items(), firsts)}
 
     def stream(
         self, batch_size: int, length: int = 40, seed: int = 0, *, exclude: Exclude | None = None, start: int = 0
@@ -242,14 +239,8 @@ class Task(Vocabulary, ABC):
         batch_size, length = whole_number("batch_size", batch_size), whole_number("length", length)
         seed, start = whole_number("seed", seed, 0), whole_number("start", start, 0)
         hashes = self._hashes(exclude, length)
-
-        def batches() -> Iterator[Batch]:
-            step = start
-            while True:
-                yield self._fresh(batch_size, length, rng_from(seed, "stream", length, step), hashes)
-                step += 1
-
-        return batches()
+        rngs = (rng_from(seed, "stream", length, step) for step in itertools.count(start))
+        return (self._fresh(batch_size, length, rng, hashes) for rng in rngs)
 
     def labels(self, tokens: Tensor) -> dict[str, Tensor]:
         """Label given strings, such as tokens that `sample` didn't draw.

@@ -86,13 +86,9 @@ def baselines(
       the last w−1, …, 1 tokens, then to the majority. At the first positions the window is shorter.
 
     Args:
-        train_tokens: (batch, pos)
-        train_labels: Class ids. (batch, pos)
-        test_tokens: May be longer than train. (batch, pos)
+        Those of ``baseline_predictions``.
         test_labels: Class ids. (batch, pos)
-        train_mask: True where a label counts. (batch, pos) bool
-        test_mask: True where a label counts. (batch, pos) bool
-        w: Window of ``last_w``.
+        test_mask: True where a test label counts. (batch, pos) bool
 
     Returns:
         ``{name: {"accuracy": …, "balanced_accuracy": …}}``. Balanced accuracy is the mean recall over the

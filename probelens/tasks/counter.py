@@ -9,7 +9,7 @@ from probelens.numerics.tensors import whole_number
 from probelens.tasks.base import Task
 from probelens.tasks.drawing import walks as _walk
 from probelens.tasks.drawing.arguments import probability
-from probelens.tasks.drawing.pairs import Pairs, collect_pairs
+from probelens.tasks.drawing.search import Pairs, collect_pairs
 
 __all__ = ["Counter"]
 
@@ -50,11 +50,10 @@ class Counter(Task):
         self.max_depth = whole_number("max_depth", max_depth)
         self.noop = probability("noop", noop)
         symbols = ["+", "-", *(["."] if self.noop else [])]
-        classes = {"depth": [str(i) for i in range(self.max_depth + 1)]}
-        super().__init__("counter", symbols, classes, target=target, bos=bos)
+        depths = [str(i) for i in range(self.max_depth + 1)]
+        super().__init__("counter", symbols, {"depth": depths}, target=target, bos=bos)
         self._kernel = _walk.clipped(self.max_depth, self.noop)
-        law = np.full(self.max_depth + 1, 1 / (self.max_depth + 1))
-        self._thresholds = _walk.to_stationary(self._kernel, law)
+        self._thresholds = _walk.to_stationary(self._kernel, np.full(len(depths), 1 / len(depths)))
 
     def draw(self, n: int, length: int, rng: np.random.Generator) -> np.ndarray:
         return _walk.walk(self._thresholds, self._kernel[1], n, length, rng).T

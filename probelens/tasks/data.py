@@ -75,7 +75,7 @@ class Batch:
                     "Set the mask to False at positions without a label."
                 )
             labels[str(name)] = values
-        _set(self, tokens=tokens, labels=labels, mask=mask, groups=groups, attention_mask=attention)
+        vars(self).update(tokens=tokens, labels=labels, mask=mask, groups=groups, attention_mask=attention)
 
     @property
     def length(self) -> int:
@@ -173,7 +173,7 @@ class PatchPairs:
                 f"both answers are equal in {int(tied.sum())} of {n} examples, first in example "
                 f"{int(tied.nonzero()[0])}; a logit difference needs two. Drop pairs with equal answers."
             )
-        _set(self, clean=clean, corrupted=corrupted, edit_pos=edit, read_pos=read, answers=answers, mask=mask)
+        vars(self).update(clean=clean, corrupted=corrupted, edit_pos=edit, read_pos=read, answers=answers, mask=mask)
 
     @property
     def length(self) -> int:
@@ -224,11 +224,6 @@ def parts_of(exclude: Exclude | None) -> list[Batch | Tensor]:
 
 def _mapped(data: Any, fn: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     return {name: fn(values) for name, values in vars(data).items() if isinstance(values, Tensor)}
-
-
-def _set(target: Any, **values: Any) -> None:
-    for name, value in values.items():
-        object.__setattr__(target, name, value)
 
 
 def _integers(name: str, values: Any, shape: tuple[int, ...], meaning: str) -> Tensor:

@@ -10,7 +10,7 @@ from probelens.tasks.base import Task
 from probelens.tasks.data import PatchPairs
 from probelens.tasks.drawing import walks as _walk
 from probelens.tasks.drawing.arguments import choice, probability
-from probelens.tasks.drawing.pairs import Pairs, collect_pairs
+from probelens.tasks.drawing.search import Pairs, collect_pairs
 
 __all__ = ["Dyck"]
 

@@ -8,7 +8,7 @@ from probelens.errors import InputError
 from probelens.tasks.base import Task
 from probelens.tasks.data import PatchPairs
 from probelens.tasks.drawing.arguments import probability
-from probelens.tasks.drawing.pairs import Pairs
+from probelens.tasks.drawing.search import Pairs
 
 __all__ = ["FlipFlop"]
 
@@ -82,8 +82,7 @@ class FlipFlop(Task):
                 "Instructions and bits take turns, w is first, and r is followed by the bit last written."
             )
         state = _stored(symbols)
-        recall = np.where(symbols == _READ, state, 2)
-        return {"state": state, "recall": recall}
+        return {"state": state, "recall": np.where(symbols == _READ, state, 2)}
 
     def legal(self, symbols: np.ndarray) -> np.ndarray:
         return ~np.any(self._broken(symbols), axis=1)

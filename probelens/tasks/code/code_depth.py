@@ -198,8 +198,7 @@ class CodeDepth(Task):
 
         Args:
             n: Number of pairs, each from another function.
-            length: Tokens of each function, BOS not counted.
-            seed: As in `sample`.
+            length, seed: As for ``CodeDepth.sample``.
             label: "depth"; no other label changes.
             read_pos: Where to read, BOS counted. When left out, the last position on the bracket's line at
                 which it is still open, which differs between pairs.
@@ -246,13 +245,10 @@ class CodeDepth(Task):
         Returns:
             One text per sequence.
         """
-        texts = []
-        for row in Batch(tokens).tokens.tolist():
-            end = len(row)
-            while end and row[end - 1] == self._encoder.pad:
-                end -= 1
-            texts.append(self._encoder.decode(row[int(self.bos) : end]))
-        return texts
+        tokens = Batch(tokens).tokens.cpu()
+        ends = ((tokens != self._encoder.pad) * torch.arange(1, tokens.shape[1] + 1)).amax(1)
+        rows = zip(tokens.tolist(), ends.tolist(), strict=True)
+        return [self._encoder.decode(row[int(self.bos) : end]) for row, end in rows]
 
     def _arguments(self) -> dict[str, Any]:
         arguments = super()._arguments()

@@ -1,4 +1,4 @@
-"""Drawing strings that are not excluded, and drawing each only once."""
+"""Searches that draw, in rounds, until there are enough strings: not excluded ones, different ones, and pairs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from probelens.errors import InputError
 ROUNDS = 400
 
 Draw = Callable[[int], np.ndarray]
+# Clean and corrupted strings (n, length), and the position of the change (n,).
+Pairs = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def hashed(symbols: np.ndarray) -> np.ndarray:
@@ -50,4 +52,19 @@ def unique(draw: Draw, n: int, what: str, rng: np.random.Generator) -> np.ndarra
     raise InputError(
         f"only {found} of {n} different strings of {what} were found in {ROUNDS} rounds of drawing. "
         "Ask for fewer, or use longer strings."
+    )
+
+
+def collect_pairs(attempt: Callable[[], Pairs], n: int, what: str) -> Pairs:
+    """Call ``attempt`` until there are ``n`` pairs."""
+    kept, found = [], 0
+    for _ in range(ROUNDS):
+        kept.append(attempt())
+        found += len(kept[-1][0])
+        if found >= n:
+            clean, corrupted, edit = (np.concatenate(part)[:n] for part in zip(*kept, strict=True))
+            return clean, corrupted, edit
+    raise InputError(
+        f"found {found} of {n} pairs of {what}, in {ROUNDS} rounds of drawing. "
+        "Ask for fewer, read elsewhere, or choose another label."
     )
