@@ -18,8 +18,6 @@ from probelens.experiments.settings import unknown
 if TYPE_CHECKING:
     from probelens.bench.harness import Case
 
-__all__ = ["EXAMPLES", "LONG", "SHORT", "add_options", "bench"]
-
 SHORT = "compare the speed of probelens with other tools on the same work"
 LONG = (
     "Time probelens and its peers (TransformerLens, nnsight, scikit-learn, transformers, mambapy) on the same\n"
@@ -54,16 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Run rows, print and keep what came out.
-
-    Returns:
-        0; 1 if a row's results differ.
-
-    Raises:
-        InputError: An unknown row or device, or no repeats.
-        StoreError: A file that isn't of this command, or can't be written.
-        MissingDependencyError: No row is left, because peers aren't installed.
-    """
+    """Run rows, print and keep what came out; 1 if a row's results differ, otherwise 0."""
     if args.repeats < 1:
         raise InputError(f"--repeats {args.repeats}: at least 1 is needed")
     with _single_thread(), warnings.catch_warnings():
@@ -122,13 +111,12 @@ def _run(args: argparse.Namespace, store: dict[str, Any], cases: dict[str, Case]
                     _note(left_out[-1:])
             if row is not None:
                 rows.append(row)
-                _refresh(args.out, store)
-                same = [r for r in store["rows"] if (r["case"], r["device"]) != (name, args.device)]
-                store["rows"] = sorted([*same, row], key=lambda r: order.get(r["case"], len(order)))
-                _keep(args.out, store)
+                with _shared(args.out, store):
+                    same = [r for r in store["rows"] if (r["case"], r["device"]) != (name, args.device)]
+                    store["rows"] = sorted([*same, row], key=lambda r: order.get(r["case"], len(order)))
                 if not args.json:
                     bar.clear()
-                    _say(lines(row))
+                    print(*lines(row), sep="\n", flush=True)
             bar.update(1)
     if args.json:
         print(json.dumps({"rows": rows, "left_out": left_out}, indent=2))
@@ -146,12 +134,11 @@ def _grow(args: argparse.Namespace, store: dict[str, Any]) -> int:
     with progress_bar(len(growth.CURVES) - len(left_out), "curves", not args.quiet) as bar:
         for curve in growth.curves():
             found.append(curve)
-            _refresh(args.out, store)
-            store["growth"] = found
-            _keep(args.out, store)
+            with _shared(args.out, store):
+                store["growth"] = found
             if not args.json:
                 bar.clear()
-                _say([growth_line(curve)])
+                print(growth_line(curve), flush=True)
             bar.update(1)
     if args.out:
         growth.plot(store["growth"], args.out.with_suffix(".html"))
@@ -181,11 +168,6 @@ def _note(lines: list[str]) -> None:
         print(f"probelens: {line}", file=sys.stderr)
 
 
-def _say(lines: list[str]) -> None:
-    for line in lines:
-        print(line, flush=True)
-
-
 @contextlib.contextmanager
 def _single_thread() -> Iterator[None]:
     """Use one thread unless the environment says otherwise, before torch and BLAS read it: times then differ by work alone."""
@@ -211,8 +193,7 @@ def _read(path: Path | None) -> dict[str, Any]:
     if path is None or not path.exists():
         return {"rows": [], "growth": []}
     try:
-        found = json.loads(path.read_text())
-        known = {"growth": [], **found}
+        known = {"growth": [], **json.loads(path.read_text())}
         if all(row["case"] and row["device"] for row in known["rows"]):
             return known
         why = "a row has no name"
@@ -221,14 +202,13 @@ def _read(path: Path | None) -> dict[str, Any]:
     raise StoreError(f"--out {str(path)!r} isn't a file of this command: {why}. Name another one")
 
 
-def _refresh(path: Path | None, store: dict[str, Any]) -> None:
-    """Take over what another process has added to the file meanwhile."""
+@contextlib.contextmanager
+def _shared(path: Path | None, store: dict[str, Any]) -> Iterator[None]:
+    """Take over what another process has added to the file meanwhile, change the store in the block, and write it."""
     if path is not None and path.exists():
-        with contextlib.suppress(StoreError):  # spoilt meanwhile: what is held is the better copy
+        with contextlib.suppress(StoreError):  # damaged meanwhile: what is in memory is the better copy
             store.update(_read(path))
-
-
-def _keep(path: Path | None, store: dict[str, Any]) -> None:
+    yield
     if path is not None:
         _write(path, json.dumps(store, indent=1))
 

@@ -16,9 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OURS = "probelens"
-
-SIZES = ("quick", "medium", "full")
-
 TL, NNSIGHT, MAMBAPY = "TransformerLens", "nnsight", "transformers, mambapy"
 # Of each peer that probelens doesn't require: its module, and how to install it.
 PEERS = {
@@ -37,26 +34,18 @@ def installed(peer: str) -> bool:
 class Work:
     """What one row runs, with everything built that isn't timed.
 
-    Args:
-        runs: Name of a contender to what it does. ``probelens`` is one of them.
-        compare: From results by name to differences by name: a number each.
-        limits: Largest difference allowed, by name.
-        share: How much of the whole work a contender does in one timed run: its cost for each
-            condition is the same, so a sample of conditions stands for all. 1 where not named.
-        note: What a reader of the table should know.
-        facts: Numbers about the work, such as how often it skips.
-        describe: Further facts out of the results, such as which path ran.
-        least: What no way of doing it can leave out, from the results: operations in GFLOP, bytes in GB, and
-            in words what they are.
+    A contender does ``share`` of the whole work in one timed run, 1 where not named: its cost for each condition is the
+    same, so a sample of conditions stands for all. ``least`` is what no way of doing the work can leave out: operations
+    in GFLOP, bytes in GB, and in words what they are.
     """
 
-    runs: dict[str, Callable[[], Any]]
-    compare: Callable[[dict[str, Any]], Mapping[str, float]]
-    limits: dict[str, float]
+    runs: dict[str, Callable[[], Any]]  # by contender; probelens is one of them
+    compare: Callable[[dict[str, Any]], Mapping[str, float]]  # from results to differences by name
+    limits: dict[str, float]  # the largest differences allowed
     share: dict[str, float] = field(default_factory=dict)
-    note: str = ""
-    facts: dict[str, float | str] = field(default_factory=dict)
-    describe: Callable[[dict[str, Any]], Mapping[str, float | str]] = lambda results: {}
+    note: str = ""  # what a reader of the table should know
+    facts: dict[str, float | str] = field(default_factory=dict)  # numbers about the work, such as how often it skips
+    describe: Callable[[dict[str, Any]], Mapping[str, float | str]] = lambda results: {}  # facts out of the results
     least: Callable[[dict[str, Any]], tuple[float, float, str]] | None = None
 
 
@@ -64,22 +53,15 @@ class Work:
 class Case:
     """One row of the table.
 
-    Args:
-        name: Short name, for ``--only``.
-        what: The work, for a reader.
-        build: From a size ("quick", "medium", "full") and a device to the work.
-        aims: By contender, the least ratio of its time to ours ("at least"), or with a minus sign
-            the largest ratio of our time to its own (an overhead).
-        needs: Peers without which nothing is left to compare with.
-        takes: Peers that ``build`` leaves out where they aren't installed.
+    Its aims are, by contender, the least ratio of its time to ours, or with a minus sign the largest of ours to its own.
     """
 
-    name: str
+    name: str  # for --only
     what: str
-    build: Callable[[str, str], Work]
+    build: Callable[[str, str], Work]  # from a size ("quick", "medium", "full") and a device
     aims: dict[str, float]
-    needs: tuple[str, ...] = ()
-    takes: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # peers without which nothing is left to compare with
+    takes: tuple[str, ...] = ()  # peers that build leaves out where they aren't installed
 
     def missing(self) -> list[str]:
         """What of the row is left out here, and which package to install for it; the whole row where ``needs`` isn't met."""
@@ -144,13 +126,11 @@ def speed(device: str = "cpu") -> dict[str, float]:
 
     square, long = torch.ones(1024, 1024, device=device), torch.ones(16384, 4096, device=device)
     found = {}
-    for name, run, amount in (
-        ("gflops", lambda: square @ square, 2 * 1024**3 / 1e9),
-        ("gbytes", lambda: long @ long[0], 4 * long.numel() / 1e9),
-    ):
+    runs = {"gflops": (lambda: square @ square, 2 * 1024**3), "gbytes": (lambda: long @ long[0], 4 * long.numel())}
+    for name, (run, amount) in runs.items():
         run()
         clock = 1 if device.startswith("cuda") else 0
-        found[name] = amount / min(_time(run, device)[clock] for _ in range(5))
+        found[name] = amount / 1e9 / min(_time(run, device)[clock] for _ in range(5))
     return found
 
 
@@ -160,10 +140,8 @@ def machine() -> dict[str, Any]:
 
     versions = {}
     for package in ("torch", "transformers", "transformer-lens", "nnsight", "scikit-learn", "mambapy"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return {
         "cpu": _cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
         "python": platform.python_version(), "versions": versions,
@@ -172,12 +150,11 @@ def machine() -> dict[str, Any]:
 
 
 def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            found = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        found = []
-    return found[0] if found else platform.processor() or platform.machine()
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
 
 
 class PeakMemory:

@@ -42,9 +42,8 @@ def train_step(size: str, device: str) -> Work:
             return step(module)
 
     channels = 2 * width
-    kernel = pl.kernels.ssm.fused_kernel(
-        x.new_empty(batch, length, channels, dtype=torch.float), x.new_empty(channels, 16)
-    )
+    scanned = x.new_empty(batch, length, channels, dtype=torch.float)
+    kernel = pl.kernels.ssm.fused_kernel(scanned, x.new_empty(channels, 16))
 
     def compare(results: dict[str, Any]) -> dict[str, float]:
         mine = results[OURS]
@@ -117,28 +116,15 @@ def states(size: str, device: str) -> Work:
         inner, rank = 2 * width, module.config.time_step_rank
         weights = width * 2 * inner + inner * (rank + 32) + rank * inner + inner * width
         gflop = 2 * layers * batch * length * weights / 1e9
-        return (
-            gflop,
-            trajectory / 1e9,
-            "the matrix products of the forward, which every way has, and the states written",
-        )
+        what = "the matrix products of the forward, which every way has, and the states written"
+        return gflop, trajectory / 1e9, what
 
     return Work(runs, compare, dict.fromkeys(runs, 1e-4), share, note, describe=memory, least=least)
 
 
+STEP_AIMS = {DEFAULT: 33.0, MAMBAPY: 12.0}
+STATE_AIMS = {TL + " eager_scan": 5.0, TL + " compute_ssm_state": 200.0}
 CASES = [
-    Case(
-        "mamba-step",
-        "Mamba forward and backward, whole model",
-        train_step,
-        {DEFAULT: 33.0, MAMBAPY: 12.0},
-        takes=(MAMBAPY,),
-    ),
-    Case(
-        "ssm-states",
-        "reading every SSM state",
-        states,
-        {TL + " eager_scan": 5.0, TL + " compute_ssm_state": 200.0},
-        needs=(TL,),
-    ),
+    Case("mamba-step", "Mamba forward and backward, whole model", train_step, STEP_AIMS, takes=(MAMBAPY,)),
+    Case("ssm-states", "reading every SSM state", states, STATE_AIMS, needs=(TL,)),
 ]

@@ -63,19 +63,12 @@ def cache_work(layers: int, width: int, heads: int, batch: int, length: int, tim
 
         runs[NNSIGHT] = trace
 
-    def still(run: Any) -> Any:
-        def quiet() -> Any:
-            with torch.no_grad():
-                return run()
-
-        return quiet
-
     def compare(results: dict[str, Any]) -> dict[str, float]:
         mine = torch.stack(results[OURS])
         return {name: worst(mine, torch.stack(results[name])) for name in (TL, NNSIGHT) if name in results}
 
     return Work(
-        {name: still(run) for name, run in runs.items()},
+        {name: torch.no_grad()(run) for name, run in runs.items()},
         compare,
         {TL: 1e-4, NNSIGHT: 1e-4},
         note=f"{layers} layers, d {width}, {batch} × {length}",
@@ -146,15 +139,10 @@ def importing(size: str, device: str) -> Work:
     return Work({OURS: ours, "import torch": run("import torch")}, lambda results: {}, {})
 
 
+BOTH = (TL, NNSIGHT)
 CASES = [
-    Case("cache", "run_with_cache, all resid_post, 6 layers d 512", cache_large, {RAW: -1.05}, takes=(TL, NNSIGHT)),
-    Case(
-        "cache-small",
-        "run_with_cache, all resid_post, 24 layers d 64, 1 × 8",
-        cache_small,
-        {RAW: -1.25},
-        takes=(TL, NNSIGHT),
-    ),
+    Case("cache", "run_with_cache, all resid_post, 6 layers d 512", cache_large, {RAW: -1.05}, takes=BOTH),
+    Case("cache-small", "run_with_cache, all resid_post, 24 layers d 64, 1 × 8", cache_small, {RAW: -1.25}, takes=BOTH),
     Case("collect", "collecting 6 layers × d 512 in float16 to disk", collecting, {RAW: -1.15}),
     Case("import", "import probelens (after torch)", importing, {}),
 ]

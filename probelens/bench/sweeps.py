@@ -48,15 +48,7 @@ def tl_patching(bridge: Any, pairs: pl.PatchPairs, cells: Any = None) -> Tensor:
 
 
 def patch_work(module: Any, vocab: int, length: int, layers: list[int], sample: int | None) -> Work:
-    """Patching resid_pre of these layers at every position of 4 pairs.
-
-    Args:
-        module: The model.
-        vocab: Its vocabulary.
-        length: Tokens of each sequence.
-        layers: Layers to patch.
-        sample: Cells that the peer runs; None for all of them.
-    """
+    """Patching resid_pre of these layers at every position of 4 pairs; the peer runs a sample of the cells, or all."""
     import pandas as pd
 
     pairs = pairs_of(vocab, 4, length)
@@ -126,10 +118,7 @@ def ablation(size: str, device: str) -> Work:
     # One condition at every layer stands for all: a full forward costs the same wherever the edit is.
     sampled = drawn[:: controls + 1]
 
-    def ours() -> Any:
-        return pl.ablate(
-            model, batch, targets, metric="next_token_loss", refit=False, controls=controls, kinds=("random",)
-        )
+    options: dict[str, Any] = {"metric": "next_token_loss", "refit": False, "controls": controls, "kinds": ("random",)}
 
     def plain() -> Tensor:
         values = []
@@ -152,7 +141,7 @@ def ablation(size: str, device: str) -> Work:
 
     allowed = layers / (sum(range(1, layers + 1)) / layers)
     return Work(
-        {OURS: ours, "plain hooks": plain},
+        {OURS: lambda: pl.ablate(model, batch, targets, **options), "plain hooks": plain},
         compare,
         {"difference": 1e-5},
         {"plain hooks": (len(sampled) + 1) / (len(drawn) + 1)},

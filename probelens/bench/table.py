@@ -51,15 +51,10 @@ def markdown(rows: list[dict[str, Any]], growth: list[dict[str, Any]] | None = N
     out = [HEAD]
     for device in dict.fromkeys(r["device"] for r in rows):
         mine = [r for r in rows if r["device"] == device]
-        if not mine:
-            continue
         out.append(f"## {'CPU' if device == 'cpu' else device}\n\n{_machine(mine)}\n")
         out.append("| work | size | probelens | against | its time | ratio | aim | results equal |")
         out.append("|---|---|---|---|---|---|---|---|")
-        for row in mine:
-            out += _lines(row)
-        out.append("")
-        out += _notes(mine)
+        out += [line for row in mine for line in _lines(row)] + ["", *_notes(mine)]
     if growth:
         out += _growth(growth, figure)
     return "\n".join(out).rstrip() + "\n"
@@ -142,12 +137,10 @@ def _bound(row: dict[str, Any]) -> list[str]:
         return []
     arithmetic, memory = least["gflop"] / least["gflops"], least["gbyte"] / least["gbytes"]
     clock = _clock(row)
-    most = ", ".join(
-        f"{_ratio(row['times'][name][clock] / (arithmetic + memory))} against {name}" for name in row["ratios"]
-    )
+    whole = arithmetic + memory
+    most = ", ".join(f"{_ratio(row['times'][name][clock] / whole)} against {name}" for name in row["ratios"])
     return [
-        f"bound: {least['what']}, {least['gflop']:.3g} GFLOP and {least['gbyte']:.3g} GB, take "
-        f"{_seconds(arithmetic + memory)} at the {least['gflops']:.0f} GFLOP/s and {least['gbytes']:.0f} GB/s of this "
+        f"bound: {least['what']}, {least['gflop']:.3g} GFLOP and {least['gbyte']:.3g} GB, take {_seconds(whole)} at the {least['gflops']:.0f} GFLOP/s and {least['gbytes']:.0f} GB/s of this "
         f"machine, so at most {most}"
     ]
 
@@ -159,19 +152,8 @@ def _growth(curves: list[dict[str, Any]], figure: str | None) -> list[str]:
         "| work | size | sizes | probelens | k | peer | its times | its k |", "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for c in curves:
-        ours = ", ".join(_seconds(t) for t in c["times"][OURS])
-        name = next(n for n in c["times"] if n != OURS)
-        theirs = ", ".join(_seconds(t) for t in c["times"][name])
-        sizes = ", ".join(map(str, c["sizes"]))
-        cells = [
-            c["what"],
-            c["axis"],
-            sizes,
-            ours,
-            f"{c['exponents'][OURS]:.2f}",
-            name,
-            theirs,
-            f"{c['exponents'][name]:.2f}",
-        ]
+        peer = next(n for n in c["times"] if n != OURS)
+        ours, theirs = ([", ".join(map(_seconds, c["times"][n])), f"{c['exponents'][n]:.2f}"] for n in (OURS, peer))
+        cells = [c["what"], c["axis"], ", ".join(map(str, c["sizes"])), *ours, peer, *theirs]
         out.append("| " + " | ".join(cells) + " |")
     return [*out, ""]

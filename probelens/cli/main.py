@@ -11,8 +11,7 @@ import os
 import re
 import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,25 +25,17 @@ from probelens.errors import (
     StoreError,
     UnknownHookError,
 )
+from probelens.experiments.executors import current, handling, named, using
 from probelens.experiments.settings import configure, restore, unknown
-
-__all__ = ["main"]
 
 # Errors that the user can fix by giving something else: exit status 2. Any other error: 1.
 UNUSABLE = (InputError, StoreError, UnknownHookError, AdapterNotFoundError, MissingDependencyError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: Arguments; None for those of the process.
-
-    Returns:
-        Exit status: 0 all well, 1 the work failed, 2 the command, or a file, folder or model that it
-        needs, can't be used, 130 interrupted, 143 terminated.
-    """
-    with _terminated_like_interrupted():
+    """Run the command line with these arguments, or those of the process; returns the exit status that its help explains."""
+    # SIGTERM ends a command as Ctrl-C does: processes are ended, files closed, hooks removed.
+    with handling(signal.SIGTERM, _terminate):
         return _main(argv)
 
 
@@ -52,21 +43,8 @@ class _Terminated(KeyboardInterrupt):
     """SIGTERM, as batch systems and ``kill`` send it."""
 
 
-@contextlib.contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """Let SIGTERM end a command as Ctrl-C does: processes are ended, files closed, hooks removed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, frame: object) -> NoReturn:
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _terminate(number: int, frame: object) -> NoReturn:
+    raise _Terminated
 
 
 def _main(argv: Sequence[str] | None) -> int:
@@ -151,8 +129,6 @@ def _show(written: dict[str, Any], as_json: bool) -> int:
 
 
 def _executor(args: argparse.Namespace) -> Any:
-    from probelens.experiments import executors
-
     settings = list(args.executor_settings)
     if args.scheduler is not None:
         if args.executor != "dask":
@@ -160,12 +136,10 @@ def _executor(args: argparse.Namespace) -> Any:
         settings.append(f"scheduler={args.scheduler}")
     if settings and args.executor is None:
         raise InputError("--executor-set belongs to --executor NAME")
-    return executors.current() if args.executor is None else executors.named(args.executor, settings)
+    return current() if args.executor is None else named(args.executor, settings)
 
 
 def _run(args: argparse.Namespace) -> int:
-    from probelens.experiments.executors import using
-
     recipe = _recipe(args.recipe)
     settings = args.settings if args.out is None else [*args.settings, f"out={args.out}"]
     config = configure(recipe.Config, settings, recipe.PRESETS, args.preset)
@@ -175,13 +149,13 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from probelens.cli import profile_run as _profile_run
+    from probelens.cli import profile_run
     from probelens.experiments import RunRecord, Store
 
     folder = Path(args.folder)
     record = RunRecord.load(folder)
-    if record.recipe == _profile_run.NAME:
-        _profile_run.report_again(folder)
+    if record.recipe == profile_run.NAME:
+        profile_run.report_again(folder)
         return _show(_written(folder), args.json)
     recipe = _recipe(record.recipe)
     if not hasattr(recipe, "report"):
@@ -191,13 +165,11 @@ def _report(args: argparse.Namespace) -> int:
     # The folder may have been moved, and what it says about its place is not to be trusted.
     config = restore(recipe.Config, {**record.config, "out": str(folder)})
     recipe.report(config, record)
-    missing = [key for key in record.cells if not Store(folder).done(key)]
+    missing = sum(not Store(folder).done(key) for key in record.cells)
     if missing:
-        print(
-            f"probelens: {len(missing)} of {len(record.cells)} models are not finished and not in the report; "
-            f"`probelens run {record.recipe}` with the same settings continues the run",
-            file=sys.stderr,
-        )
+        what = f"{missing} of {len(record.cells)} models are not finished and not in the report"
+        again = f"`probelens run {record.recipe}` with the same settings continues the run"
+        print(f"probelens: {what}; {again}", file=sys.stderr)
     return _show(_written(folder), args.json)
 
 
@@ -207,15 +179,9 @@ def _list(args: argparse.Namespace) -> int:
     found: list[dict[str, Any]] = []
     for name in RECIPES:
         recipe = _recipe(name)
-        defaults = recipe.Config()
-        found.append(
-            {
-                "name": name,
-                "summary": (recipe.__doc__ or "").strip().split("\n")[0],
-                "presets": sorted(recipe.PRESETS),
-                "settings": {f.name: getattr(defaults, f.name) for f in dataclasses.fields(defaults)},
-            }
-        )
+        summary, defaults = (recipe.__doc__ or "").strip().split("\n")[0], recipe.Config()
+        settings = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(defaults)}
+        found.append({"name": name, "summary": summary, "presets": sorted(recipe.PRESETS), "settings": settings})
     if args.json:
         print(json.dumps(found, indent=2, default=str))
         return 0
@@ -247,17 +213,17 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _profile(args: argparse.Namespace) -> int:
-    from probelens.cli import profile_run as _profile_run
+    from probelens.cli import profile_run
     from probelens.cli.profile_report import ProfileSettings
 
     extra = [] if args.length is None else [f"length={args.length}"]
     settings = configure(ProfileSettings, [*args.settings, *extra], {})
     labels = None if args.labels is None else [part.strip() for part in args.labels.split(",") if part.strip()]
     model = _load(args.model)
-    task = _profile_run.task_for(model, args.model, args.task, args.task_settings)
+    task = profile_run.task_for(model, args.model, args.task, args.task_settings)
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{Path(args.model).name}-{task.name}").strip("-")
     folder = Path(f"runs/profile-{name}" if args.out is None else args.out)
-    found = _profile_run.profile_model(
+    found = profile_run.profile_model(
         model, task, folder, settings, labels=labels, source=args.model, progress=not args.quiet
     )
     written = _written(folder)
@@ -272,7 +238,7 @@ def _profile(args: argparse.Namespace) -> int:
             "verdict": index.verdict, "reason": index.reason, "best_layer": best["layer"],
             "accuracy": best["accuracy"], "baseline": found.baseline[label],
         }  # fmt: skip
-    return _show({**written, "profile": str(folder / _profile_run.FILE), "labels": about}, True)
+    return _show({**written, "profile": str(folder / profile_run.FILE), "labels": about}, True)
 
 
 DO = {

@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from probelens import __version__
 from probelens.bench import command as benchmarks
 from probelens.errors import nearest
 from probelens.experiments.settings import unknown
-
-__all__ = ["Parser", "build"]
 
 STATUS = (
     "exit status: 0 all well, 1 the work failed, 2 the command, or a file, folder or model that it needs, can't be\n"
@@ -34,14 +32,16 @@ EPILOG = f"""examples:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors name the nearest option."""
+    """An ArgumentParser that takes no abbreviations, and whose errors name the nearest option."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if wrong:
-            options = re.findall(r"[\w-]+", wrong[2])
             what = "command" if "COMMAND" in message else "value"
-            message = unknown(what, wrong[1], options)
+            message = unknown(what, wrong[1], re.findall(r"[\w-]+", wrong[2]))
         self.exit(2, f"probelens: {message}. Help: {self.prog} --help\n")
 
     def unrecognized(self, words: Sequence[str], settings: Sequence[str] = ()) -> NoReturn:
@@ -54,18 +54,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def build(do: Mapping[str, Callable[[argparse.Namespace], int]]) -> tuple[Parser, dict[str, Parser]]:
-    """The parser of the command line and those of its commands.
-
-    Args:
-        do: Name of each command to what it does; the parsed arguments have it as ``do``.
-    """
-    parser = Parser(
-        prog="probelens",
-        description="Find where a sequence model keeps a variable, and whether it uses it.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    """The parser of the command line and those of its commands; parsed arguments have what to ``do``."""
+    about = "Find where a sequence model keeps a variable, and whether it uses it."
+    parser = Parser(prog="probelens", description=about, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"probelens {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -73,9 +64,8 @@ def build(do: Mapping[str, Callable[[argparse.Namespace], int]]) -> tuple[Parser
 
     def command(name: str, short: str, long: str, examples: str, after: str = "") -> Parser:
         made[name] = commands.add_parser(
-            name, help=short, description=long, epilog=f"examples:\n{examples}\n\n{STATUS}{after}", allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )  # fmt: skip
+            name, help=short, description=long, epilog=f"examples:\n{examples}\n\n{STATUS}{after}"
+        )
         made[name].add_argument(
             "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
         )

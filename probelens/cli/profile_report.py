@@ -5,43 +5,28 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from probelens.errors import MetricError
 from probelens.experiments.record import RunRecord
 from probelens.profiling import Profile
 from probelens.results.report import Chart, Section, Table, write_report
-
-__all__ = ["ProfileSettings", "write"]
+from probelens.results.sentences import layers
 
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """How much is measured, and how.
+    """How much is measured, and how."""
 
-    Args:
-        length: Tokens in each sequence.
-        n_probe: Sequences for probes.
-        n_ablate: Sequences for ablations.
-        n_pairs: Clean/corrupted pairs for patching; 0 for no patching.
-        controls: Random subspaces compared with each ablation, of each kind.
-        batch_size: Sequences in one forward pass.
-        seed: Of data, splits and controls.
-        mlp: Also refit a small MLP.
-        mdl: Also measure the description length.
-        control_task: Also probe a control task, for selectivity.
-    """
-
-    length: int = 40
-    n_probe: int = 400
-    n_ablate: int = 150
-    n_pairs: int = 64
-    controls: int = 20
-    batch_size: int = 64
-    seed: int = 0
-    mlp: bool = True
-    mdl: bool = False
-    control_task: bool = False
+    length: int = 40  # tokens in each sequence
+    n_probe: int = 400  # sequences for probes
+    n_ablate: int = 150  # sequences for ablations
+    n_pairs: int = 64  # clean/corrupted pairs for patching; 0 for no patching
+    controls: int = 20  # random subspaces compared with each ablation, of each kind
+    batch_size: int = 64  # sequences in one forward pass
+    seed: int = 0  # of data, splits and controls
+    mlp: bool = True  # also refit a small MLP
+    mdl: bool = False  # also measure the description length
+    control_task: bool = False  # also probe a control task, for selectivity
 
 
 def write(path: Path, found: Profile, record: RunRecord) -> Path:
@@ -77,29 +62,29 @@ def write(path: Path, found: Profile, record: RunRecord) -> Path:
 
 def _findings(found: Profile, label: str) -> list[str]:
     best, first = found.probes.best(label), found.probes.row(found.probes.sites[0], label)
-    where = "the embedding" if best["layer"] == -1 else f"layer {best['layer']}"
     text = (
-        f"{label}: read best at {where} with {best['accuracy']:.1%} (embedding {first['accuracy']:.1%}, best guess "
+        f"{label}: read best at {layers([best['layer']])} with {best['accuracy']:.1%} (embedding {first['accuracy']:.1%}, best guess "
         f"without a state {found.baseline[label]:.1%}); the profile is {found.indices[label].verdict}."
     )
     targets = found.ablations[label].targets() if label in found.ablations else []
     if not targets:
         return [text]
     worst = max(targets, key=lambda row: row["drop"])
-    place = "the embedding" if worst["layer"] == -1 else f"layer {worst['layer']}"
     return [
         text,
-        f"{label}: removing the probe's subspace costs most at {place}, {100 * worst['drop']:.0f} points of accuracy "
+        f"{label}: removing the probe's subspace costs most at {layers([worst['layer']])}, {100 * worst['drop']:.0f} points of accuracy "
         f"(verdict there: {worst['verdict']}).",
     ]
 
 
 def _readable(found: Profile) -> Section:
-    untrained = " The untrained model shows what was there before training." if _has_untrained(found) else ""
+    untrained = any(row["control"] == "untrained" for row in found.probes.rows)
+    before = " The untrained model shows what was there before training." if untrained else ""
     rows = [{"label": label, "verdict": index.verdict, "why": index.reason} for label, index in found.indices.items()]
+    terms = ["questions", "layers", "probe", "baselines", "interval", "profile"] + ["untrained"] * untrained
     return Section(
         "Readable",
-        f"Where can a linear probe read each variable?{untrained}",
+        f"Where can a linear probe read each variable?{before}",
         [
             Chart(
                 found.probes.plot(), "Probe accuracy by layer with 95 % intervals over test sequences.", name="readable"
@@ -107,8 +92,7 @@ def _readable(found: Profile) -> Section:
         ],
         [Table("Verdict of each profile, by the bounds of its intervals", rows, open=True)],
         "Readable is not used: these curves alone say nothing about what the model does with the variable.",
-        explain=("questions", "layers", "probe", "baselines", "interval", "profile")
-        + (("untrained",) if untrained else ()),
+        explain=terms,
     )
 
 
@@ -131,8 +115,7 @@ def _needed(found: Profile, label: str) -> Section:
 
 
 def _sufficient(found: Profile) -> list[Section]:
-    charts: list[Chart] = []
-    missing: list[str] = []
+    charts, missing = list[Chart](), list[str]()
     for name, result in found.patches.items():
         try:
             figure = result.plot()
@@ -154,15 +137,10 @@ def _sufficient(found: Profile) -> list[Section]:
     return [Section("Sufficient", text, charts, note="\n\n".join(missing), explain=("patching", "recovery", "vacuous"))]
 
 
-def _has_untrained(found: Profile) -> bool:
-    return any(row["control"] == "untrained" for row in found.probes.rows)
-
-
 def _command(found: Profile, record: RunRecord) -> str:
-    config: dict[str, Any] = dict(record.config)
-    task = dict(found.task)
-    words = ["probelens", "profile", str(config.get("model", "MODEL")), "--task"]
-    words.append(str(task.pop("group", task.get("task"))))
+    config, task = dict(record.config), dict(found.task)
+    group = str(task.pop("group", task.get("task")))
+    words = ["probelens", "profile", str(config.get("model", "MODEL")), "--task", group]
     for key, value in task.items():
         if key not in ("task", "tokenizer", "corpus", "digest"):
             words += ["--task-set", f"{key}={','.join(map(str, value)) if isinstance(value, (list, tuple)) else value}"]

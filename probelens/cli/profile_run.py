@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,23 +18,14 @@ if TYPE_CHECKING:
     from probelens.profiling import Profile
     from probelens.tasks import Task
 
-__all__ = ["NAME", "profile_model", "report_again", "task_for"]
-
 NAME = "profile"
 FILE = "profile.safetensors"
 
 
 def task_for(model: HookedModel, source: str, name: str | None, settings: Sequence[str] = ()) -> Task:
-    """The task to profile a model on.
+    """The task of this name, or the one that the model in the folder ``source`` was trained on.
 
-    Args:
-        model: The wrapped model.
-        source: Where it was loaded from. A folder that training left says what it was trained on.
-        name: Name of the task, such as "dyck" or "S3"; None for the one it was trained on.
-        settings: Arguments of the task as ``key=value``, over those it was trained with.
-
-    Raises:
-        InputError: An unknown task or argument, no name where the folder has none, or a vocabulary that doesn't fit.
+    Its arguments are ``settings``, as ``key=value``, over those that the model was trained with.
     """
     from probelens import tasks
 
@@ -48,7 +39,7 @@ def task_for(model: HookedModel, source: str, name: str | None, settings: Sequen
         base = trained
     else:
         base = dict(tasks.make(name).config)
-        if trained is not None and trained.get("task") == base["task"] and _same_group(trained, base):
+        if trained is not None and all(trained.get(key) == base.get(key) for key in ("task", "group")):
             base = trained
     kind = type(tasks.make(base))
     options = arguments(kind, settings, "--task-set")
@@ -69,24 +60,7 @@ def profile_model(
     source: str = "",
     progress: bool = False,
 ) -> Profile:
-    """Profile a model and write ``profile.safetensors``, ``rows.parquet`` and ``report.html``.
-
-    Args:
-        model: The wrapped model.
-        task: The task.
-        folder: Run folder.
-        settings: How much is measured.
-        labels: Variables to look for; the task's target if None.
-        source: What the model was loaded from, for the report.
-        progress: Show progress bars.
-
-    Returns:
-        The profile.
-
-    Raises:
-        InputError: An unknown label, or sequences longer than the model takes.
-        StoreError: The folder can't be written, or holds something else.
-    """
+    """Profile a model and write ``profile.safetensors``, ``rows.parquet`` and ``report.html``; the report names ``source``."""
     from probelens.profiling import profile
 
     limit, length = model.cfg.n_ctx, settings.length + task.bos
@@ -113,11 +87,7 @@ def profile_model(
 
 
 def report_again(folder: Path) -> Path:
-    """Write the rows and the report of a profile's folder from what is saved there.
-
-    Raises:
-        StoreError: The profile isn't there or can't be read.
-    """
+    """Write the rows and the report of a profile's folder from what is saved there."""
     import pandas as pd
 
     from probelens.profiling import Profile
@@ -147,22 +117,17 @@ def _pairs(task: Task, n: int, settings: ProfileSettings) -> dict[str, Any]:
 
 def _untrained(model: HookedModel) -> HookedModel | None:
     """The same formal model at other random weights; None for models that can't be made again."""
-    import dataclasses
-
     from probelens import models
     from probelens.hooks.wrapping import wrap
 
-    config = models.config_of(model.module)
-    if config is None:
+    if (config := models.config_of(model.module)) is None:
         return None
-    fresh = models.build(dataclasses.replace(config, seed=config.seed + 1000))
-    return wrap(fresh.to(model.cfg.device))
+    return wrap(models.build(replace(config, seed=config.seed + 1000)).to(model.cfg.device))
 
 
 def _check_fit(model: HookedModel, task: Task) -> None:
-    taken = model.cfg.d_vocab
+    taken, classes = model.cfg.d_vocab, task.n_classes[task.target]
     given = model.cfg.d_vocab_out or taken
-    classes = task.n_classes[task.target]
     if taken >= task.d_vocab and given >= classes:
         return
     raise InputError(
@@ -186,7 +151,3 @@ def _trained_on(folder: Path) -> dict[str, Any] | None:
         # A task of the user's own, or no state of a run: the command line says which task it is.
         return None
     return dict(config)
-
-
-def _same_group(trained: dict[str, Any], asked: dict[str, Any]) -> bool:
-    return trained.get("group") == asked.get("group")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from probelens.errors import InputError, ProbelensError, require
-from probelens.experiments.settings import configure, unknown
+from probelens.experiments.settings import at_least, configure, unknown
 
 __all__ = ["EXECUTORS", "Dask", "Local", "Processes", "Submitit", "current", "named", "opened", "using"]
 
@@ -90,11 +90,7 @@ class Submitit:
     def __post_init__(self) -> None:
         if self.cluster not in ("slurm", "local"):
             raise InputError(unknown("cluster", self.cluster, ("slurm", "local")))
-        least = {"time": 1, "cpus": 1, "gpus": 0, "memory": 1, "requeues": 0}
-        for name, low in least.items():
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise InputError(f"{name}={value!r}: it must be at least {low}")
+        at_least(self, time=1, cpus=1, gpus=0, memory=1, requeues=0)
 
 
 Spec = Local | Dask | Submitit
@@ -107,16 +103,8 @@ _current: contextvars.ContextVar[Spec | None] = contextvars.ContextVar("executor
 def named(name: str, settings: Sequence[str] = ()) -> Spec:
     """An executor from its name and ``key=value`` settings, as a command line has them.
 
-    Args:
-        name: "local", "dask" or "submitit".
-        settings: Fields of its class.
-
-    Raises:
-        InputError: An unknown name or setting (with the nearest), or a value of the wrong type.
-
-    Examples:
-        >>> named("submitit", ["partition=gpu", "time=60"]).time
-        60
+    >>> named("submitit", ["partition=gpu", "time=60"]).time
+    60
     """
     if name not in EXECUTORS:
         raise InputError(unknown("executor", name, EXECUTORS))
@@ -151,19 +139,16 @@ def using(spec: Spec | str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def opened(spec: Spec, folder: Path, workers: int | None, cells: int) -> Iterator[concurrent.futures.Executor]:
-    """A running executor, closed at the end; after an exception its cells are cancelled.
+def opened(
+    spec: Spec | concurrent.futures.Executor, folder: Path, workers: int | None, cells: int
+) -> Iterator[concurrent.futures.Executor]:
+    """A running executor, closed at the end; after an exception its cells are cancelled. One that is given stays open.
 
-    Args:
-        spec: Which one.
-        folder: The run folder, for logs.
-        workers: Cells at once; None for one per core, on a cluster for as many as it allows.
-        cells: How many cells there are.
-
-    Raises:
-        MissingDependencyError: Its package isn't installed.
-        InputError: The scheduler or cluster can't be reached.
+    With ``workers`` None it runs one cell per core, on a cluster as many as that allows; ``folder`` is for logs.
     """
+    if isinstance(spec, concurrent.futures.Executor):
+        yield spec
+        return
     here = min(workers or os.cpu_count() or 1, cells)
     if isinstance(spec, Dask):
         with _dask(spec, here) as pool:
@@ -184,11 +169,7 @@ def opened(spec: Spec, folder: Path, workers: int | None, cells: int) -> Iterato
 
 
 class Processes(concurrent.futures.Executor):
-    """Processes of this machine. If one dies, only its own cell fails.
-
-    Args:
-        workers: How many.
-    """
+    """Processes of this machine. If one dies, only its own cell fails."""
 
     def __init__(self, workers: int) -> None:
         # Spawned, not forked: a fork of a process that has used torch's threads can hang.
@@ -224,7 +205,8 @@ class Processes(concurrent.futures.Executor):
             self._idle.put(pool)
 
     def _pool(self) -> concurrent.futures.ProcessPoolExecutor:
-        pool = concurrent.futures.ProcessPoolExecutor(1, mp_context=self._context, initializer=_ignore)
+        quiet = (signal.SIGINT, signal.SIG_IGN)
+        pool = concurrent.futures.ProcessPoolExecutor(1, self._context, initializer=signal.signal, initargs=quiet)
         self._pools.append(pool)
         return pool
 
@@ -250,23 +232,21 @@ class Processes(concurrent.futures.Executor):
 
 
 @contextlib.contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Ignore Ctrl-C in the processes started inside, so that only the process that started them reacts to it.
-
-    Otherwise each of them, interrupted during its imports, would print its own traceback.
-    """
+def handling(number: int, handler: Any) -> Iterator[None]:
+    """Handle a signal inside the block; without effect outside the main thread, where no handler can be set."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
 
 
-def _ignore() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _without_interrupts() -> contextlib.AbstractContextManager[None]:
+    """Ignore Ctrl-C in the processes started inside, which, interrupted during imports, would print a traceback each."""
+    return handling(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextlib.contextmanager

@@ -90,16 +90,10 @@ def run_grid(
     with watching(names, progress):
         if isinstance(given, Local) and (workers == 1 or (executor is None and len(todo) == 1)):
             for key, config in todo:
-                _note(report, key, *_guarded(run_cell, config, store.folder, key, None))
+                _note(report, key, _guarded(run_cell, config, store.folder, key, None))
             return report
-        # Absolute, since a worker may have been started in another folder.
-        folder = store.folder.absolute()
-        place: contextlib.AbstractContextManager[concurrent.futures.Executor] = (
-            contextlib.nullcontext(given)
-            if isinstance(given, concurrent.futures.Executor)
-            else opened(given, folder, workers, len(todo))
-        )
-        with place as pool:
+        folder = store.folder.absolute()  # a worker may have been started in another one
+        with opened(given, folder, workers, len(todo)) as pool:
             waiting = {pool.submit(_guarded, run_cell, config, folder, key, threads): key for key, config in todo}
             for future in concurrent.futures.as_completed(waiting):
                 _note(report, waiting[future], _outcome(future, store, waiting[future]))
@@ -109,7 +103,7 @@ def run_grid(
 def _outcome(future: concurrent.futures.Future[Any], store: Store, key: str) -> str | None:
     """The error of a cell; None if its rows are in the store."""
     try:
-        said: str | None = future.result()[0]
+        said: str | None = future.result()
     except concurrent.futures.CancelledError:
         said = "the cell was cancelled: its executor was closed, or the connection to it was lost"
     except Exception as err:
@@ -146,7 +140,7 @@ def _keep(place: Path, said: str) -> None:
         part.write_text(said, encoding="utf-8")
 
 
-def _guarded(run_cell: RunCell, config: Config, folder: Path, key: str, threads: int | None) -> tuple[str | None]:
+def _guarded(run_cell: RunCell, config: Config, folder: Path, key: str, threads: int | None) -> str | None:
     """Run one cell and write its rows; the traceback if it fails."""
     import torch
 
@@ -155,7 +149,7 @@ def _guarded(run_cell: RunCell, config: Config, folder: Path, key: str, threads:
     store = Store(folder)
     if store.done(key):
         # A worker that was considered dead may have finished the cell.
-        return (None,)
+        return None
     place = store.cell(key)
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -163,7 +157,7 @@ def _guarded(run_cell: RunCell, config: Config, folder: Path, key: str, threads:
     except Exception:
         said = traceback.format_exc()
         _keep(place, said)
-        return (said,)
+        return said
     with contextlib.suppress(OSError):
         (place / ERROR).unlink(missing_ok=True)
-    return (None,)
+    return None

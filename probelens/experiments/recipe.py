@@ -16,30 +16,14 @@ from probelens.results.files import write_rows
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["about_run", "command_of", "finished_rows", "run_recipe", "settings_of", "unfinished"]
-
 
 def run_recipe(
     name: str, config: Any, cells: Sequence[Mapping[str, Any]], run_cell: RunCell, report: Callable[[RunRecord], object],
     *, free: Sequence[str], progress: bool,
 ) -> Path:  # fmt: skip
-    """Run what a run folder lacks, report what is there, and say what failed.
+    """Run the cells that a run folder lacks, report those that are there, say which failed, and return the folder.
 
-    Args:
-        name: Name of the recipe.
-        config: Its settings, with ``out`` and ``workers``.
-        cells: The settings of each cell.
-        run_cell: As for ``run_grid``.
-        report: Called with the run's record once a cell of the run is finished.
-        free: Settings that may differ from those of the run that the folder holds.
-        progress: Show progress.
-
-    Returns:
-        The run folder.
-
-    Raises:
-        InputError: The folder holds another run.
-        ProbelensError: A cell failed: which, and where its traceback is.
+    ``config`` has ``out`` and ``workers``; settings in ``free`` may differ from those of the run that the folder holds.
     """
     store = Store(config.out)
     record = RunRecord(name, dataclasses.asdict(config), [cell_key(cell) for cell in cells], versions())
@@ -89,15 +73,7 @@ def unfinished(record: RunRecord, folder: Path) -> dict[str, str]:
 
 
 def finished_rows(out: str, keys: Sequence[str] | None = None) -> pd.DataFrame:
-    """The rows of a run folder's finished cells, also written to ``rows.parquet``.
-
-    Args:
-        out: The run folder.
-        keys: The cells to read; None for every finished one.
-
-    Raises:
-        StoreError: No cell is finished.
-    """
+    """The rows of a run folder's finished cells (of those in ``keys``, if given), also written to ``rows.parquet``."""
     store = Store(out)
     keys = store.keys() if keys is None else [key for key in keys if store.done(key)]
     if not keys:

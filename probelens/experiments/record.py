@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 from probelens.errors import InputError, StoreError
 from probelens.results.files import atomic_path
+from probelens.results.types import fits
 
 __all__ = ["RunRecord", "versions"]
 
@@ -85,9 +86,8 @@ class RunRecord:
         if (Path(folder) / FILE).exists():
             before = RunRecord.load(folder)
             # As they come back from the file: tuples are lists there.
-            mine, theirs = (
-                {k: v for k, v in json.loads(json.dumps(r.config)).items() if k not in free} for r in (self, before)
-            )
+            both = (json.loads(json.dumps(r.config)) for r in (self, before))
+            mine, theirs = ({k: v for k, v in config.items() if k not in free} for config in both)
             changed = [f"{k}={theirs.get(k)!r} there, {mine[k]!r} now" for k in mine if mine[k] != theirs.get(k)]
             if before.recipe != self.recipe or changed:
                 what = "; ".join(changed) or f"recipe {before.recipe!r} there, {self.recipe!r} now"
@@ -125,14 +125,8 @@ class RunRecord:
                 f"{str(path)!r} is damaged: {type(err).__name__}: {err}. Remove it and run the recipe again: "
                 "what is finished is kept."
             ) from err
-        plain = (
-            isinstance(found.recipe, str)
-            and isinstance(found.config, dict)
-            and _strings(found.cells)
-            and isinstance(found.versions, Mapping)
-            and _strings(list(found.versions.values()))
-        )
-        if not plain:
+        hints = {"recipe": str, "config": dict[Any, Any], "cells": list[str], "versions": dict[Any, str]}
+        if not all(fits(getattr(found, name), hint) for name, hint in hints.items()):
             raise StoreError(f"{str(path)!r} is not the record of a run. Remove it and run the recipe again.")
         return found
 
@@ -141,7 +135,3 @@ def versions() -> dict[str, str]:
     """Versions of what a run's numbers depend on."""
     packages = {name: metadata.version(name) for name in ("probelens", "torch", "transformers")}
     return {**packages, "Python": platform.python_version()}
-
-
-def _strings(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)

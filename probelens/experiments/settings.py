@@ -12,72 +12,37 @@ from typing import Any
 from probelens.errors import InputError, ProbelensError, nearest
 from probelens.results.types import fits, said
 
-__all__ = ["arguments", "at_least", "configure", "restore"]
-
 
 def configure(
     config: type[Any], settings: Sequence[str], presets: Mapping[str, Mapping[str, Any]], preset: str | None = None
 ) -> Any:
-    """A recipe's config from its defaults, a preset and ``key=value`` settings.
+    """A config from its defaults, a preset and ``key=value`` settings, whose values are read by the field's type.
 
-    Args:
-        config: The dataclass.
-        settings: Strings ``key=value``; values are read by the field's type.
-        presets: Named changes.
-        preset: One of them, or None.
-
-    Raises:
-        InputError: An unknown key or preset (with the nearest), or a value of the wrong type.
-
-    Examples:
-        >>> @dataclasses.dataclass
-        ... class Config:
-        ...     seed: int = 0
-        >>> configure(Config, ["seed=3"], {})
-        Config(seed=3)
+    >>> Config = dataclasses.make_dataclass("Config", [("seed", int, 0)])
+    >>> configure(Config, ["seed=3"], {})
+    Config(seed=3)
     """
-    changes: dict[str, Any] = {}
-    if preset is not None:
-        if preset not in presets:
-            raise InputError(unknown("preset", preset, presets))
-        changes.update(presets[preset])
-    hints = _hints(config)
-    for key, value in _pairs(settings, "--set"):
-        if key not in hints:
-            raise InputError(unknown("setting", key, hints))
-        changes[key] = _parse(key, value, hints[key])
-    return _make(config, changes)
+    if preset is not None and preset not in presets:
+        raise InputError(unknown("preset", preset, presets))
+    changes = {} if preset is None else dict(presets[preset])
+    return _make(config, changes | _read(settings, "--set", "setting", _hints(config)))
 
 
 def at_least(config: Any, **minima: int) -> None:
-    """Refuse a config with a number below what a run needs, before anything is written or trained.
-
-    Args:
-        config: A dataclass of settings.
-        minima: The least value of each setting that has one; None is allowed, and every number of a tuple is checked.
-
-    Raises:
-        InputError: Which setting is too small, and the least that is allowed.
-    """
+    """Refuse a config with a number below what a run needs; None is allowed, and every number of a tuple is checked."""
     for name, least in minima.items():
         value = getattr(config, name)
         for one in value if isinstance(value, (tuple, list)) else (value,):
             if one is not None and one < least:
-                raise InputError(f"{name}={value!r}: must be at least {least}")
+                raise InputError(f"{name}={value!r}: it must be at least {least}")
 
 
 def restore(config: type[Any], saved: Mapping[str, Any]) -> Any:
     """A config from what JSON kept of it: lists become tuples, and every value must fit its field.
 
-    Raises:
-        InputError: An unknown key, or a value of the wrong type.
-
-    Examples:
-        >>> @dataclasses.dataclass
-        ... class Config:
-        ...     archs: tuple[str, ...] = ()
-        >>> restore(Config, {"archs": ["lstm"]})
-        Config(archs=('lstm',))
+    >>> Config = dataclasses.make_dataclass("Config", [("archs", tuple[str, ...], ())])
+    >>> restore(Config, {"archs": ["lstm"]})
+    Config(archs=('lstm',))
     """
     hints, changes = _hints(config), {}
     for key, value in saved.items():
@@ -92,19 +57,10 @@ def restore(config: type[Any], saved: Mapping[str, Any]) -> Any:
 
 
 def arguments(function: Callable[..., Any], settings: Sequence[str], flag: str = "--set") -> dict[str, Any]:
-    """Keyword arguments of a function from ``key=value`` strings, read by its annotations.
+    """Keyword arguments of a function or class from ``key=value`` strings, read by its annotations.
 
-    Args:
-        function: A function or class.
-        settings: Strings ``key=value``.
-        flag: The option that they came with, for error messages.
-
-    Raises:
-        InputError: An argument that the function doesn't have (with the nearest), or a value of the wrong type.
-
-    Examples:
-        >>> arguments(lambda depth=4, bos=False: None, ["depth=3", "bos=true"])
-        {'depth': 3, 'bos': True}
+    >>> arguments(lambda depth=4, bos=False: None, ["depth=3", "bos=true"])
+    {'depth': 3, 'bos': True}
     """
     made = isinstance(function, type)
     hints = typing.get_type_hints(function.__init__ if made else function)
@@ -112,12 +68,7 @@ def arguments(function: Callable[..., Any], settings: Sequence[str], flag: str =
     for name, parameter in inspect.signature(function).parameters.items():
         plain = type(parameter.default) if isinstance(parameter.default, (bool, int, float)) else str
         known[name] = hints.get(name, plain)
-    found = {}
-    for key, value in _pairs(settings, flag):
-        if key not in known:
-            raise InputError(unknown("argument", key, known))
-        found[key] = _parse(key, value, known[key])
-    return found
+    return _read(settings, flag, "argument", known)
 
 
 def unknown(what: str, name: str, options: Iterable[str]) -> str:
@@ -142,14 +93,16 @@ def _make(config: type[Any], changes: dict[str, Any]) -> Any:
         raise InputError(f"these settings do not fit together: {err}") from err
 
 
-def _pairs(settings: Sequence[str], flag: str) -> list[tuple[str, str]]:
-    pairs = []
+def _read(settings: Sequence[str], flag: str, what: str, hints: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
     for setting in settings:
-        key, sep, value = setting.partition("=")
-        if not sep or not key.strip():
+        name, sep, value = setting.partition("=")
+        if not sep or not (key := name.strip()):
             raise InputError(f"{flag} takes key=value, got {setting!r}")
-        pairs.append((key.strip(), value))
-    return pairs
+        if key not in hints:
+            raise InputError(unknown(what, key, hints))
+        found[key] = _parse(key, value, hints[key])
+    return found
 
 
 def _parse(key: str, value: str, hint: Any) -> Any:

@@ -55,12 +55,7 @@ class Status:
 
 @contextlib.contextmanager
 def watching(folders: Mapping[str, Path], show: bool) -> Iterator[None]:
-    """Show a line for each cell while the block lasts, if stderr is a terminal.
-
-    Args:
-        folders: Name of a cell to its folder.
-        show: False shows nothing.
-    """
+    """Show a line for each cell, by name its folder, while the block lasts, if stderr is a terminal."""
     if not show or not folders or not sys.stderr.isatty():
         yield
         return
@@ -106,11 +101,7 @@ def _read(path: Path, began: float) -> dict[str, Any] | None:
         if path.stat().st_mtime < began:
             return None
         found = json.loads(path.read_text())
-        return {
-            "stage": str(found["stage"]),
-            "done": int(found["done"]),
-            "total": int(found["total"]),
-            "note": str(found["note"]),
-        }
+        kinds = {"stage": str, "done": int, "total": int, "note": str}
+        return {key: kind(found[key]) for key, kind in kinds.items()}
     except (OSError, ValueError, KeyError, TypeError):
         return None

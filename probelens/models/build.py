@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,9 +10,6 @@ from torch import nn
 from probelens.errors import InputError
 from probelens.models.config import FormalConfig
 from probelens.models.rnn_lm import RNNLM
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 __all__ = ["build", "config_of", "n_params"]
 
@@ -43,14 +38,16 @@ def build(config: FormalConfig) -> nn.Module:
         torch.Size([1, 3, 12])
     """
     if not isinstance(config, FormalConfig):
-        raise InputError(
-            f"build() takes a FormalConfig, not a {type(config).__name__}. "
-            "Write build(FormalConfig('lstm', d_vocab=12))."
-        )
-    with _seeded(config.seed), torch.inference_mode(False):
+        kind = type(config).__name__
+        raise InputError(f"build() takes a FormalConfig, not a {kind}. Write build(FormalConfig('lstm', d_vocab=12)).")
+    # Initialisers take no generator of their own. torch.manual_seed would reseed every accelerator too, which fork_rng
+    # does not undo for devices it was not given.
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
+        torch.default_generator.manual_seed(config.seed)
         model = construct(config)
+        embedding = model.embedding if isinstance(model, RNNLM) else model.get_input_embeddings()  # type: ignore[operator]
         with torch.no_grad():
-            embedding_of(model).weight.normal_(0.0, config.embedding_std)
+            embedding.weight.normal_(0.0, config.embedding_std)
     model.formal_config = config  # type: ignore[assignment]
     return model.eval()
 
@@ -80,62 +77,23 @@ def config_of(model: nn.Module) -> FormalConfig | None:
     return config if isinstance(config, FormalConfig) else None
 
 
-def embedding_of(model: nn.Module) -> nn.Embedding:
-    """The token embedding of a formal model."""
-    return model.embedding if isinstance(model, RNNLM) else model.get_input_embeddings()  # type: ignore[operator]
-
-
-@contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed torch's CPU generator for the block, and restore it at the end.
-
-    Initialisers take no generator of their own. `torch.manual_seed` would reseed every
-    accelerator too, which fork_rng does not undo for devices it was not given.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        yield
-
-
 def construct(config: FormalConfig) -> nn.Module:
     """The model with the weights that its class initialises."""
     if config.arch in ("lstm", "gru"):
-        return RNNLM(
-            config.arch,
-            d_vocab=config.d_vocab,
-            d_model=config.d_model,
-            hidden_size=config.width,
-            n_layers=config.n_layers,
-        )
+        sizes = {"d_vocab": config.d_vocab, "d_model": config.d_model, "n_layers": config.n_layers}
+        return RNNLM(config.arch, hidden_size=config.width, **sizes)
     import transformers
 
-    common = {
-        "vocab_size": config.d_vocab,
-        "hidden_size": config.d_model,
-        "num_hidden_layers": config.n_layers,
-        "tie_word_embeddings": False,
-        # Formal vocabularies give no meaning to these ids, and their defaults may lie outside.
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    hf: PretrainedConfig
+    # Formal vocabularies give no meaning to these ids, and their defaults may lie outside.
+    common: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    common |= {"vocab_size": config.d_vocab, "hidden_size": config.d_model, "num_hidden_layers": config.n_layers}
+    common["tie_word_embeddings"] = False
     if config.arch == "transformer":
         hf = transformers.GPTNeoXConfig(**common, num_attention_heads=config.n_heads, intermediate_size=config.width)
         return transformers.GPTNeoXForCausalLM(hf)
     expand = config.width // config.d_model
+    common |= {"expand": expand, "state_size": config.state_size, "conv_kernel": config.conv_kernel}
     if config.arch == "mamba":
-        hf = transformers.MambaConfig(
-            **common, expand=expand, state_size=config.state_size, conv_kernel=config.conv_kernel
-        )
-        return transformers.MambaForCausalLM(hf)
-    hf = transformers.Mamba2Config(
-        **common,
-        expand=expand,
-        state_size=config.state_size,
-        conv_kernel=config.conv_kernel,
-        head_dim=config.d_head,
-        num_heads=config.width // config.d_head,
-        n_groups=1,
-    )
-    return transformers.Mamba2ForCausalLM(hf)
+        return transformers.MambaForCausalLM(transformers.MambaConfig(**common))
+    heads = {"head_dim": config.d_head, "num_heads": config.width // config.d_head, "n_groups": 1}
+    return transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**common, **heads))

@@ -64,8 +64,7 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device | None = No
     """Read a formal model back.
 
     Args:
-        path: A file written by `save`, or a folder with such a file named `model.safetensors`, as
-            training leaves it.
+        path: A file written by `save`, or a folder with such a file named `model.safetensors`, as training leaves it.
         device: Where the weights go; None for the CPU.
 
     Returns:
@@ -78,9 +77,8 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device | None = No
     header = _header(file)
     if header is None:
         raise StoreError(
-            f"{str(file)!r} is a safetensors file but not a formal model of probelens. "
-            "Give a file written by probelens.models.save(). A saved result is read by its own class, such as "
-            "probelens.PatchResult.load()."
+            f"{str(file)!r} is a safetensors file but not a formal model of probelens. Give a file written by "
+            "probelens.models.save(). A saved result is read by its own class, such as probelens.PatchResult.load()."
         )
     try:
         fields = json.loads(header)["config"]

@@ -28,9 +28,9 @@ _PARAMETERS_PER_LAYER = 830_000 / (4 * 128**2)
 class FormalConfig:
     """A formal model: four layers, d_model 128, read as a classifier at every position.
 
-    The model maps tokens (batch, pos) to logits (batch, pos, d_vocab). The label of
-    position t is predicted at t, not at t - 1, so its class ids are the first ids of the
-    vocabulary: `d_vocab` has to cover the tokens and the classes. `for_task` takes care of it.
+    The model maps tokens (batch, pos) to logits (batch, pos, d_vocab). The label of position t is predicted at t, not
+    at t - 1, so its class ids are the first ids of the vocabulary: `d_vocab` has to cover the tokens and the classes.
+    `for_task` takes care of it.
 
     Args:
         arch: "transformer" (GPT-NeoX), "mamba", "mamba2", "lstm" or "gru".
@@ -39,22 +39,21 @@ class FormalConfig:
         d_model: Width of the embedding, and of the residual stream where there is one.
         seed: Fixes every initial weight.
         n_heads: Attention heads (Transformer only).
-        hidden_size: Width inside a block. None takes the usual one: 4 d_model in the
-            Transformer's MLP, 2 d_model channels in Mamba and Mamba-2, and for LSTM and GRU
-            the multiple of 4 that brings 4 layers of d_model 128 nearest to 830K parameters.
+        hidden_size: Width inside a block. None takes the usual one: 4 d_model in the Transformer's MLP, 2 d_model
+            channels in Mamba and Mamba-2, and for LSTM and GRU the multiple of 4 that brings 4 layers of d_model 128
+            nearest to 830K parameters.
         d_state: State size per channel (Mamba: 16) or per head (Mamba-2: 128); None for these.
-        d_conv: Taps of the short convolution of Mamba and Mamba-2; None for 4. With 1 it has no past tap:
-            a model trained without a convolution.
-        embedding_std: Standard deviation of the initial embedding. An LSTM's layer profile
-            depends on it, so it is part of the description.
+        d_conv: Taps of the short convolution of Mamba and Mamba-2; None for 4. With 1 it has no past tap: a model
+            trained without a convolution.
+        embedding_std: Standard deviation of the initial embedding. An LSTM's layer profile depends on it, so it is
+            part of the description.
 
     Raises:
-        InputError: An unknown architecture, a size that is not a positive integer, or sizes
-            that do not divide.
+        InputError: An unknown architecture, a size that is not a positive integer, or sizes that do not divide.
 
     Source:
-        Sizes: arXiv 2606.00926, "about 830K parameters where possible". With d_model 128 and
-        the blocks as published Mamba has 0.47M and Mamba-2 0.54M.
+        Sizes: arXiv 2606.00926, "about 830K parameters where possible". With d_model 128 and the blocks as published
+        Mamba has 0.47M and Mamba-2 0.54M.
 
     Examples:
         >>> FormalConfig("lstm", d_vocab=12).width
@@ -81,17 +80,13 @@ class FormalConfig:
             raise InputError(f"unknown architecture {self.arch!r}. Allowed: {', '.join(ARCHITECTURES)}.{hint}")
         for name in ("d_vocab", "n_layers", "d_model", "n_heads", *_OPTIONAL):
             value = getattr(self, name)
-            if value is None and name in _OPTIONAL:
-                continue
-            object.__setattr__(self, name, whole_number(name, value))
+            if value is not None or name not in _OPTIONAL:
+                object.__setattr__(self, name, whole_number(name, value))
         object.__setattr__(self, "seed", whole_number("seed", self.seed, 0, 2**63 - 1))
         std = self.embedding_std
         if isinstance(std, bool) or not isinstance(std, (int, float)) or not (math.isfinite(std) and std >= 0):
             raise InputError(f"embedding_std must be a finite number >= 0, not {std!r}.")
         object.__setattr__(self, "embedding_std", float(std))
-        self._check_divisions()
-
-    def _check_divisions(self) -> None:
         if self.arch == "transformer":
             if self.d_model % self.n_heads:
                 raise InputError(
@@ -126,9 +121,7 @@ class FormalConfig:
     @property
     def d_head(self) -> int:
         """Dimensions of a head (Transformer, Mamba-2)."""
-        if self.arch == "mamba2":
-            return math.gcd(64, self.width)
-        return self.d_model // self.n_heads
+        return math.gcd(64, self.width) if self.arch == "mamba2" else self.d_model // self.n_heads
 
     @property
     def state_size(self) -> int:
@@ -159,11 +152,8 @@ class FormalConfig:
         Raises:
             InputError: A label that the task doesn't have, or a bad field.
         """
-        names = [task.target] if label is None else [label] if isinstance(label, str) else list(label)
-        for name in names:
-            if name not in task.n_classes:
-                raise InputError(f"task {task.name!r} has no label {name!r}. It has: {', '.join(task.n_classes)}.")
-        return cls(arch, d_vocab=max(task.d_vocab, sum(task.n_classes[name] for name in names)), **options)
+        classes = sum(task.n_classes[name] for name in labels_of(task, label))
+        return cls(arch, d_vocab=max(task.d_vocab, classes), **options)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON-able values."""
@@ -182,14 +172,21 @@ class FormalConfig:
         Raises:
             InputError: A field that this version doesn't know, or a bad value.
         """
-        known = {f.name for f in dataclasses.fields(cls)}
-        unknown = sorted(set(fields) - known)
+        known = sorted(f.name for f in dataclasses.fields(cls))
+        unknown = sorted(set(fields).difference(known))
         if unknown or not {"arch", "d_vocab"} <= set(fields):
-            raise InputError(
-                f"not a FormalConfig: unknown fields {unknown}, required fields arch and d_vocab, "
-                f"allowed fields {sorted(known)}."
-            )
+            what = f"unknown fields {unknown}, required fields arch and d_vocab, allowed fields {known}"
+            raise InputError(f"not a FormalConfig: {what}.")
         return cls(**fields)
+
+
+def labels_of(task: Task, label: str | Sequence[str] | None) -> list[str]:
+    """The labels that an argument ``label`` names, the task's target if None."""
+    names = [task.target] if label is None else [label] if isinstance(label, str) else list(label)
+    for name in names:
+        if name not in task.n_classes:
+            raise InputError(f"task {task.name!r} has no label {name!r}. It has: {', '.join(task.n_classes)}.")
+    return names
 
 
 def _recurrent_width(gates: int, n_layers: int, d_model: int) -> int:

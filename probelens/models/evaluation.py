@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from probelens.errors import InputError, ShapeError
+from probelens.models.config import labels_of
 from probelens.numerics.stats import ratio_of_means
 from probelens.results.columns import Column, table
 from probelens.results.rows import Rows
@@ -30,6 +32,13 @@ __all__ = ["EvalResult", "evaluate"]
 Backend = Literal["native", "reference"] | Callable[[], AbstractContextManager[Any]] | None
 
 
+_SPAN = (
+    'Positions counted, from 1, without a start token: "all", "trained" (up to the trained length), "beyond" (later '
+    'ones), "late" (after the first 20, or as `late` says).'
+)
+_FIT = "Build the model with FormalConfig.for_task(arch, task)."
+
+
 @dataclass(frozen=True)
 class EvalResult(Rows):
     """Accuracy of a model on a task, one row per length, label and span of positions.
@@ -44,12 +53,7 @@ class EvalResult(Rows):
         Column("task", str, "Name of the task.", on="the table"),
         Column("label", str, "What the logits name."),
         Column("length", int, "Tokens in each sequence, a start token not counted.", "tokens"),
-        Column(
-            "span",
-            str,
-            'Positions counted, from 1, without a start token: "all", "trained" (up to the trained length), "beyond" (later '
-            'ones), "late" (after the first 20, or as `late` says).',
-        ),
+        Column("span", str, _SPAN),
         Column("accuracy", float, "Share of positions with the right class.", "fraction of 1"),
         Column("lo", float, "Lower end of its 95 % interval, over sequences.", "fraction of 1"),
         Column("hi", float, "Upper end of it.", "fraction of 1"),
@@ -77,11 +81,10 @@ class EvalResult(Rows):
             InputError: There is no such row.
         """
         label = self.rows[0]["label"] if label is None and self.rows else label
-        for row in self.rows:
-            if (row["length"], row["span"], row["label"]) == (length, span, label):
-                return float(row["accuracy"])
-        have = sorted({(row["length"], row["span"], row["label"]) for row in self.rows})
-        raise InputError(f"no accuracy for length {length}, span {span!r}, label {label!r}. There are: {have}.")
+        have = {(row["length"], row["span"], row["label"]): float(row["accuracy"]) for row in reversed(self.rows)}
+        if (length, span, label) in have:
+            return have[length, span, label]
+        raise InputError(f"no accuracy for length {length}, span {span!r}, label {label!r}. There are: {sorted(have)}.")
 
     def to_dataframe(self) -> pd.DataFrame:
         """The rows, with the task's name."""
@@ -108,13 +111,8 @@ class EvalResult(Rows):
         from probelens.results.plots import length_curve
 
         several = len({row["label"] for row in self.rows}) > 1
-        return length_curve(
-            self.rows,
-            color="span",
-            facet="label" if several else None,
-            train_length=self.trained_length,
-            title=f"{self.task}: accuracy by length",
-        )
+        facet, title = "label" if several else None, f"{self.task}: accuracy by length"
+        return length_curve(self.rows, color="span", facet=facet, train_length=self.trained_length, title=title)
 
 
 def evaluate(
@@ -132,20 +130,19 @@ def evaluate(
 ) -> EvalResult:
     """Accuracy of a per-position classifier on fresh sequences of several lengths.
 
-    The sequences come from another random stream than those of `probelens.training.train`, also
-    at an equal seed.
+    The sequences come from another random stream than those of `probelens.training.train`, also at an equal seed.
 
     Args:
-        model: A module that maps tokens (batch, pos) to logits (batch, pos, vocab), or to an
-            object with `.logits`; or a HookedModel around one.
+        model: A module that maps tokens (batch, pos) to logits (batch, pos, vocab), or to an object with `.logits`;
+            or a HookedModel around one.
         task: Draws the sequences and their labels.
         lengths: Sequence lengths, BOS excluded.
         n: Sequences of each length.
-        label: The label the logits stand for, the task's target when None; several when the
-            model was trained on several.
+        label: The label the logits stand for, the task's target when None; several when the model was trained on
+            several.
         trained_length: The length of the training sequences.
-        late: Positions after this one are reported as "late" too: short prefixes recur between
-            training and evaluation, late positions do not.
+        late: Positions after this one are reported as "late" too: short prefixes recur between training and
+            evaluation, late positions do not.
         batch_size: Sequences per forward pass.
         seed: Fixes the sequences.
         backend: A context to run in, as in `train`.
@@ -159,10 +156,8 @@ def evaluate(
     """
     module, context = unwrap(model, backend)
     if not lengths or min(lengths) < 1 or n < 1 or batch_size < 1:
-        raise InputError(
-            f"lengths={list(lengths)}, n={n}, batch_size={batch_size}: each must be at least 1, and "
-            "there must be a length."
-        )
+        given = f"lengths={list(lengths)}, n={n}, batch_size={batch_size}"
+        raise InputError(f"{given}: each must be at least 1, and there must be a length.")
     slices = label_slices(task, label)
     check_vocabulary(module, task, slices)
     rows: list[dict[str, Any]] = []
@@ -180,31 +175,14 @@ def evaluate(
 
 
 def label_slices(task: Task, label: str | Sequence[str] | None) -> dict[str, slice]:
-    """The logits of each label: all of them for one label, consecutive ranges for several.
-
-    Args:
-        task: Knows its labels and their class counts.
-        label: One label, several, or None for the task's target.
-
-    Returns:
-        The slice of the logits of each label, in the order given.
-
-    Raises:
-        InputError: A label that the task doesn't have, or none at all.
-    """
-    names = [task.target] if label is None else [label] if isinstance(label, str) else list(label)
+    """The logits of each label, the task's target if None: all of them for one label, consecutive ranges for several."""
+    names = labels_of(task, label)
     if not names or len(set(names)) != len(names):
         raise InputError(f"label must name one label or several different ones, not {label!r}.")
-    for name in names:
-        if name not in task.n_classes:
-            raise InputError(f"task {task.name!r} has no label {name!r}. It has: {', '.join(task.n_classes)}.")
     if len(names) == 1:
         return {names[0]: slice(None)}
-    slices, start = {}, 0
-    for name in names:
-        slices[name] = slice(start, start + task.n_classes[name])
-        start += task.n_classes[name]
-    return slices
+    ends = list(itertools.accumulate((task.n_classes[name] for name in names), initial=0))
+    return {name: slice(*ends[i : i + 2]) for i, name in enumerate(names)}
 
 
 def derive_seed(seed: int, stream: str, index: int) -> int:
@@ -260,9 +238,6 @@ def check_vocabulary(module: nn.Module, task: Task, slices: dict[str, slice]) ->
         raise InputError(f"the model has {width} logits, the classes of {', '.join(slices)} need {needed}. {_FIT}")
 
 
-_FIT = "Build the model with FormalConfig.for_task(arch, task)."
-
-
 def predict(module: nn.Module, tokens: Tensor, slices: dict[str, slice], batch_size: int) -> dict[str, Tensor]:
     """The most likely class at every position, for each label, on the CPU. (n, pos)"""
     device = next(module.parameters()).device
@@ -292,17 +267,8 @@ def _rows(
             right = torch.bincount(truth[chosen], weights=hit, minlength=task.n_classes[label])
             hits = ((classes == truth) & chosen).sum(1).double()
             interval = ratio_of_means(hits[None], chosen.sum(1).double()[None], n_draws=1000, seed=seed)
-            rows.append(
-                {
-                    "label": label,
-                    "length": length,
-                    "span": span,
-                    "accuracy": float(hit.mean()),
-                    "lo": float(interval.low),
-                    "hi": float(interval.high),
-                    "balanced_accuracy": float((right[total > 0] / total[total > 0]).mean()),
-                    "n_positions": count,
-                    "n_sequences": int(chosen.any(1).sum()),
-                }
-            )
+            row: dict[str, Any] = {"label": label, "length": length, "span": span, "accuracy": float(hit.mean())}
+            row |= {"lo": float(interval.low), "hi": float(interval.high)}
+            row["balanced_accuracy"] = float((right[total > 0] / total[total > 0]).mean())
+            rows.append(row | {"n_positions": count, "n_sequences": int(chosen.any(1).sum())})
     return rows

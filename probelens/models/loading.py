@@ -45,9 +45,8 @@ def load(
         StoreError: A formal model's file that is damaged.
     """
     if not isinstance(name, (str, os.PathLike)):
-        raise InputError(
-            f"load() needs a hub id or a folder, got a {type(name).__name__}. A model that is in memory goes to pl.wrap()"
-        )
+        what = f"got a {type(name).__name__}. A model that is in memory goes to pl.wrap()"
+        raise InputError(f"load() needs a hub id or a folder, {what}")
     text = os.fspath(name)
     if not text:
         raise InputError("load() needs a hub id or a folder, got an empty name")
@@ -57,7 +56,12 @@ def load(
 
         configs = ("config.json", "adapter_config.json")
         if checkpoint.is_checkpoint(place) or not any((place / name).is_file() for name in configs):
-            return wrap(checkpoint.load(_formal(place), device=device), adapter)
+            if place.is_dir() and not (place / "model.safetensors").is_file():
+                raise InputError(
+                    f"the folder {str(place)!r} holds no model: neither config.json (written by save_pretrained) nor "
+                    "model.safetensors (of a formal model)."
+                )
+            return wrap(checkpoint.load(place, device=device), adapter)
     elif place.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1 or text.endswith("/"):
         raise InputError(
             f"there is no folder {text!r}. Give a folder that holds a model, or a hub id such as 'org/name'"
@@ -66,13 +70,3 @@ def load(
 
     module, tokenizer = load_pretrained(text, device=device, dtype=dtype, trust_remote_code=trust_remote_code, **kw)
     return wrap(module, adapter, tokenizer=tokenizer)
-
-
-def _formal(place: Path) -> Path:
-    """The file or folder of a formal model; without one there, nothing to load."""
-    if place.is_dir() and not (place / "model.safetensors").is_file():
-        raise InputError(
-            f"the folder {str(place)!r} holds no model: neither config.json (written by save_pretrained) nor "
-            "model.safetensors (of a formal model)."
-        )
-    return place

@@ -16,21 +16,17 @@ _INTEGERS = {
     "steps": 1, "batch_size": 1, "warmup": 0, "decay_steps": 0, "length": 1, "start_length": 1, "grow_by": 1,
     "eval_every": 1, "eval_sequences": 1, "seed": 0, "checkpoint_every": 1, "threads": 1,
 }  # fmt: skip
-_NUMBERS = {
-    "lr": (1e-12, 1e6),
-    "weight_decay": (0.0, 1e6),
-    "clip": (1e-12, 1e12),
-    "target_accuracy": (0.0, 1.0),
-    "grow_at": (0.0, 1.0),
-}
+_NUMBERS = {"lr": (1e-12, 1e6), "weight_decay": (0.0, 1e6), "clip": (1e-12, 1e12)}
+_NUMBERS |= dict.fromkeys(("target_accuracy", "grow_at"), (0.0, 1.0))
+_OPTIONAL = ("target_accuracy", "start_length", "threads")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """Training settings. Everything but `checkpoint_every` and `threads` is part of a run's identity.
 
-    The learning rate rises over `warmup` steps, stays, and falls linearly to zero over the last
-    `decay_steps`, which begin once the held-out accuracy reaches the target, or in time for `steps`.
+    The learning rate rises over `warmup` steps, stays, and falls linearly to zero over the last `decay_steps`, which
+    begin once the held-out accuracy reaches the target, or in time for `steps`.
 
     Args:
         steps: Most steps to take, decay included.
@@ -40,20 +36,18 @@ class TrainConfig:
         weight_decay: AdamW's weight decay.
         clip: Largest norm of the gradient.
         warmup: Steps of linear warm-up.
-        target_accuracy: Held-out accuracy at the full length that begins the decay; None trains
-            for all `steps`.
+        target_accuracy: Held-out accuracy at the full length that begins the decay; None trains for all `steps`.
         decay_steps: Steps of linear decay.
         length: Full sequence length, BOS excluded.
-        start_length: Length of the first batches; None starts at the full length. Each batch
-            that the model gets right at more than `grow_at` makes the next ones `grow_by` longer.
+        start_length: Length of the first batches; None starts at the full length. Each batch that the model gets
+            right at more than `grow_at` makes the next ones `grow_by` longer.
         grow_by: See `start_length`.
         grow_at: See `start_length`.
         eval_every: Steps between evaluations on held-out sequences.
         eval_sequences: Number of held-out sequences.
         seed: Fixes the data. The initial weights have their own seed, in `FormalConfig`.
         checkpoint_every: Steps between checkpoints.
-        threads: CPU threads while training; None leaves torch's setting. Equal bits need equal
-            thread counts.
+        threads: CPU threads while training; None leaves torch's setting. Equal bits need equal thread counts.
 
     Raises:
         InputError: A value out of range.
@@ -79,16 +73,12 @@ class TrainConfig:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        optional = ("target_accuracy", "start_length", "threads")
+        given = {name: value for name, value in vars(self).items() if value is not None or name not in _OPTIONAL}
         for name, least in _INTEGERS.items():
-            value = getattr(self, name)
-            if value is None and name in optional:
-                continue
-            object.__setattr__(self, name, whole_number(f"TrainConfig: {name}", value, least))
+            if name in given:
+                object.__setattr__(self, name, whole_number(f"TrainConfig: {name}", given[name], least))
         for name, (low, high) in _NUMBERS.items():
-            value = getattr(self, name)
-            if value is None and name in optional:
-                continue
+            value = given.get(name, low)
             if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
                 raise InputError(f"TrainConfig: {name} must be a number from {low} to {high}, not {value!r}.")
         betas = self.betas

@@ -74,16 +74,10 @@ class TrainResult(Result):
         """Loss and accuracy, in training and held out, against the step."""
         from probelens.results.plots import training_curve
 
-        rows = [
-            {**row, "accuracy held out": row["accuracy"], "accuracy in training": row["train_accuracy"]}
-            for row in self.history
-        ]
-        return training_curve(
-            rows,
-            y=("loss", "accuracy in training", "accuracy held out"),
-            target=self.config["target_accuracy"],
-            title=f"Training on {self.task}",
-        )
+        names = {"accuracy in training": "train_accuracy", "accuracy held out": "accuracy"}
+        rows = [{**row, **{name: row[key] for name, key in names.items()}} for row in self.history]
+        target, title = self.config["target_accuracy"], f"Training on {self.task}"
+        return training_curve(rows, y=("loss", *names), target=target, title=title)
 
 
 def train(

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from probelens.tasks.base import Task
     from probelens.tasks.data import Batch
 
-__all__ = ["MODEL_FILE", "STATE_FILE", "Interrupts", "Run"]
-
 STATE_FILE = "train.safetensors"
 MODEL_FILE = "model.safetensors"
 # These change how a run is carried out, not what comes out of it.
@@ -55,12 +53,9 @@ class Run:
     ) -> None:
         self.module, self.task, self.config, self.slices, self.folder = module, task, config, slices, folder
         self.device = next(module.parameters()).device
-        self.optimizer = torch.optim.AdamW(
-            [p for p in module.parameters() if p.requires_grad],
-            lr=config.lr,
-            betas=config.betas,
-            weight_decay=config.weight_decay,
-        )
+        trained = [p for p in module.parameters() if p.requires_grad]
+        decay = config.weight_decay
+        self.optimizer = torch.optim.AdamW(trained, lr=config.lr, betas=config.betas, weight_decay=decay)
         self.step = 0
         self.decay_from = config.steps - config.decay_steps
         self.reached = self.done = False
@@ -77,12 +72,8 @@ class Run:
         formal = config_of(self.module)
         shapes = {name: list(p.shape) for name, p in self.module.named_parameters()}
         settings = {k: v for k, v in self.config.to_dict().items() if k not in NOT_IDENTITY}
-        identity = {
-            "model": formal.to_dict() if formal else shapes,
-            "task": self.task.config,
-            "labels": list(self.slices),
-            "config": settings,
-        }
+        model = formal.to_dict() if formal else shapes
+        identity = {"model": model, "task": self.task.config, "labels": list(self.slices), "config": settings}
         # As it comes back from the file: tuples are lists there.
         return json.loads(json.dumps(identity, default=repr))
 
@@ -97,8 +88,7 @@ class Run:
         """Start, continue from the folder's checkpoint, or refuse a folder of something else."""
         if self.folder is None:
             return
-        path = self.folder / STATE_FILE
-        model_path = self.folder / MODEL_FILE
+        path, model_path = self.folder / STATE_FILE, self.folder / MODEL_FILE
         if not path.exists():
             if model_path.exists():
                 raise StoreError(
@@ -189,11 +179,7 @@ class Run:
             raise
 
     def advance(self) -> dict[str, Any]:
-        """Take one step, then evaluate if it is due and update curriculum and schedule.
-
-        Returns:
-            step, steps, length, loss, accuracy and phase of the step taken.
-        """
+        """Take one step, evaluate if it is due, and update curriculum and schedule; returns what the step came to."""
         config = self.config
         seed = derive_seed(config.seed, "train", self.step)
         batch = self.task.sample(config.batch_size, length=self.length, seed=seed)
@@ -223,14 +209,8 @@ class Run:
             last = self._record(used, rate, phase) or last
         self.done = last
         self._whole = True
-        return {
-            "step": self.step,
-            "steps": self.decay_from + config.decay_steps,
-            "length": used,
-            "loss": value,
-            "accuracy": accuracy,
-            "phase": phase,
-        }
+        about = {"step": self.step, "steps": self.decay_from + config.decay_steps, "length": used, "phase": phase}
+        return {**about, "loss": value, "accuracy": accuracy}
 
     def schedule(self) -> float:
         """The learning rate of the next step as a fraction of the peak."""
@@ -265,17 +245,8 @@ class Run:
         right = torch.stack([predicted[name] == held_out.labels[name] for name in self.slices]).all(0)
         accuracy = float(right[held_out.mask].double().mean())
         loss, hits, count = self.sums
-        self.history.append(
-            {
-                "step": self.step,
-                "length": length,
-                "lr": rate,
-                "loss": loss / count,
-                "train_accuracy": hits / count,
-                "accuracy": accuracy,
-                "phase": phase,
-            }
-        )
+        row = {"step": self.step, "length": length, "lr": rate, "loss": loss / count, "train_accuracy": hits / count}
+        self.history.append({**row, "accuracy": accuracy, "phase": phase})
         self.sums = [0.0, 0.0, 0.0]
         if config.target_accuracy is not None and accuracy >= config.target_accuracy:
             self.reached = True

@@ -133,10 +133,8 @@ def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[
         raise StoreError(f"can't read {str(path)!r}: {why}") from err
     written = header.pop(_CHECKSUM, None)
     if written is not None and written != _checksum(tensors, header):
-        raise StoreError(
-            f"can't read {str(path)!r}: what it holds was changed after it was written, its checksum differs. Bring the "
-            "file back from a copy, or make it again"
-        )
+        why = "what it holds was changed after it was written, its checksum differs"
+        raise StoreError(f"can't read {str(path)!r}: {why}. Bring the file back from a copy, or make it again")
     return tensors, header
 
 

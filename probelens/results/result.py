@@ -1,7 +1,7 @@
 """The one store for results: a frozen dataclass to and from a single safetensors file.
 
-Tensors become the file's tensors, everything else its JSON header. Reading such a file
-executes nothing, so a result from a stranger is safe to open; a checksum tells when it was changed.
+Tensors become the file's tensors, everything else its JSON header. Reading such a file executes nothing, so a result
+from a stranger is safe to open; a checksum tells when it was changed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Result:
         except (ArithmeticError, LookupError, TypeError, ValueError, ProbelensError):
             lines = []  # made by hand, without the columns or numbers that the sentences are about
         if not lines:
-            parts = [f"{f.name}={_short(getattr(self, f.name))}" for f in dataclasses.fields(self)]  # type: ignore[arg-type]
+            parts = [f"{name}={_short(getattr(self, name))}" for name in _field_names(type(self))]
             return f"{type(self).__name__}({', '.join(parts)})"
         if len(lines) > _MOST_LINES:
             left = len(lines) - _MOST_LINES + 1
@@ -100,10 +100,7 @@ class Result:
             StoreError: The folder can't be written, or a field holds something that isn't data.
         """
         tensors: dict[str, Tensor] = {}
-        fields = {
-            f.name: _pack(getattr(self, f.name), f.name, tensors)
-            for f in dataclasses.fields(self)  # type: ignore[arg-type]
-        }
+        fields = {name: _pack(getattr(self, name), name, tensors) for name in _field_names(type(self))}
         header = {_KEY: json.dumps({"class": type(self).__name__, "format": 1, "fields": fields})}
         return write_tensors(path, tensors, header)
 
@@ -124,11 +121,9 @@ class Result:
             tensors, metadata = read_tensors(path)
         except StoreError as err:
             again = " If it belongs to a run, remove that cell's folder and give the same command again."
-            raise StoreError(
-                f"no {cls.__name__} there: {err}. Give a file written by {cls.__name__}.save().{again if os.path.exists(path) else ''}"
-            ) from err
-        header = metadata.get(_KEY)
-        if header is None:
+            give = f"Give a file written by {cls.__name__}.save().{again if os.path.exists(path) else ''}"
+            raise StoreError(f"no {cls.__name__} there: {err}. {give}") from err
+        if (header := metadata.get(_KEY)) is None:
             raise StoreError(
                 f"{str(path)!r} is a safetensors file but not a probelens result. "
                 f"Give a file written by {cls.__name__}.save()."
@@ -142,23 +137,25 @@ class Result:
                 if former is None:
                     raise StoreError(f"{str(path)!r} holds a {name}, not a {cls.__name__}: use {name}.load().")
                 fields = former
-            known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-            if set(fields) - known:
+            if surplus := sorted(set(fields).difference(_field_names(cls))):
                 raise StoreError(
-                    f"{str(path)!r} has fields that this version's {cls.__name__} doesn't know: "
-                    f"{sorted(set(fields) - known)}. It was written by another version of probelens."
+                    f"{str(path)!r} has fields that this version's {cls.__name__} doesn't know: {surplus}. "
+                    "It was written by another version of probelens."
                 )
             return _build(cls, fields)
         except StoreError:
             raise
         except Exception as err:
-            said_why = str(err)[:300]
-            raise StoreError(f"{str(path)!r} is damaged: {type(err).__name__}: {said_why}") from err
+            raise StoreError(f"{str(path)!r} is damaged: {type(err).__name__}: {str(err)[:300]}") from err
 
     @classmethod
     def _read_former(cls, name: str, fields: dict[str, Any]) -> dict[str, Any] | None:
         """This class's fields from those of a class of another name that it has replaced; None for any other."""
         return None
+
+
+def _field_names(cls: type[Any]) -> list[str]:
+    return [f.name for f in dataclasses.fields(cls)]
 
 
 def _short(value: Any) -> str:
@@ -175,12 +172,8 @@ def _pack(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         # Each tensor is stored by itself: two fields may be views of one storage.
         tensors[where] = value.detach().cpu().clone().contiguous()
         return {"t": where}
-    if value is None or isinstance(value, (bool, str)):
-        return {"v": value}
-    if isinstance(value, int):
-        return {"v": value}
-    if isinstance(value, float):
-        return {"v": value} if math.isfinite(value) else {"f": repr(value)}
+    if value is None or isinstance(value, (bool, str, int, float)):
+        return {"f": repr(value)} if isinstance(value, float) and not math.isfinite(value) else {"v": value}
     if isinstance(value, (list, tuple)):
         kind = "l" if isinstance(value, list) else "u"
         return {kind: [_pack(item, f"{where}{_SEP}{i}", tensors) for i, item in enumerate(value)]}
@@ -189,13 +182,9 @@ def _pack(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
             raise StoreError(f"field {where!r} can't be saved: its dict has keys that aren't strings")
         return {"d": {key: _pack(item, f"{where}{_SEP}{key}", tensors) for key, item in value.items()}}
     if isinstance(value, Result):
-        return {
-            "r": type(value).__name__,
-            "d": {
-                f.name: _pack(getattr(value, f.name), f"{where}{_SEP}{f.name}", tensors)
-                for f in dataclasses.fields(value)  # type: ignore[arg-type]
-            },
-        }
+        names = _field_names(type(value))
+        packed = {name: _pack(getattr(value, name), f"{where}{_SEP}{name}", tensors) for name in names}
+        return {"r": type(value).__name__, "d": packed}
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         return _pack(value.item(), where, tensors)
     raise StoreError(
@@ -244,12 +233,8 @@ def _class_of(name: str, fields: Iterable[str]) -> type[Result]:
     for load in (False, True):
         for public in facade.__all__ if load else ():
             getattr(facade, public)  # imports the room that has it
-        found = [
-            cls
-            for cls in _subclasses(Result)
-            if cls.__name__ == wanted and known <= {f.name for f in dataclasses.fields(cls)}
-        ]
-        if found:
+        named = [cls for cls in _subclasses(Result) if cls.__name__ == wanted]
+        if found := [cls for cls in named if known.issubset(_field_names(cls))]:
             return found[-1]
     raise ValueError(f"no class {wanted!r} of results has been imported that has the fields {sorted(known)}")
 

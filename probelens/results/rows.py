@@ -60,6 +60,5 @@ class Rows(Result):
             there = "; ".join(f"{k}: {list(dict.fromkeys(r.get(k) for r in self.rows))}" for k in where)
             raise InputError(f"no row has {asked}. There are {there[:600]}")
         differ = [k for k in known if len({repr(row.get(k)) for row in found}) == len(found)]
-        raise InputError(
-            f"{len(found)} rows have {asked}. Add a column that tells them apart, such as {', '.join(differ[:4]) or known}"
-        )
+        apart = ", ".join(differ[:4]) or known
+        raise InputError(f"{len(found)} rows have {asked}. Add a column that tells them apart, such as {apart}")

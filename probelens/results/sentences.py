@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["between", "count", "hundredths", "layers", "listed", "percent", "place", "points", "share", "valued"]
-
 
 def percent(value: float | None) -> str:
     """A fraction of 1 in per cent: "98.4 %"."""

@@ -6,17 +6,14 @@ import types
 import typing
 from typing import Any
 
-__all__ = ["fits", "said"]
-
 
 def fits(value: Any, hint: Any) -> bool:
     """Whether a value fits a hint made of plain types, lists, tuples, dicts, unions and literals.
 
     An int fits a float, as everywhere in Python; a bool fits neither. Hints of other kinds accept everything.
 
-    Examples:
-        >>> fits((1, 2), tuple[int, ...]), fits({"a": 1.0}, dict[str, str]), fits(None, int | None)
-        (True, False, True)
+    >>> fits((1, 2), tuple[int, ...]), fits({"a": 1.0}, dict[str, str]), fits(None, int | None)
+    (True, False, True)
     """
     if hint is Any:
         return True

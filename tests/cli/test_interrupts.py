@@ -32,7 +32,7 @@ WORDS = ["run", "quickstart", "--preset", "smoke", *(w for s in SIZES for w in (
 FORKS = """
 import os, signal, sys, time
 import pandas, plotly.graph_objects, pyarrow.parquet, safetensors.torch, sklearn.base, torch
-import probelens.profiling, probelens.training
+import probelens.profiling, probelens.models.training
 from probelens.cli.main import main
 from probelens.examples import quickstart, quickstart_report
 torch.optim.AdamW([torch.zeros(1, requires_grad=True)])

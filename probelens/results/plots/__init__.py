@@ -1,11 +1,10 @@
 """The figures of this library: each takes tidy rows and returns a plotly figure.
 
-Rows are a DataFrame, a list of dicts, or a result with ``to_dataframe()``. One row is one point. Accuracies
-are fractions of 1 and are shown in per cent. The figures have transparent backgrounds, colours that stay
-apart under colour blindness, and text that can be read on light and dark;
-``figure.update_layout(template=template("dark"))`` switches a theme. Each figure keeps its rows and a text
-alternative in ``figure.layout.meta``, from which the report makes the CSV and the description that a screen
-reader speaks.
+Rows are a DataFrame, a list of dicts, or a result with ``to_dataframe()``. One row is one point. Accuracies are
+fractions of 1 and are shown in per cent. The figures have transparent backgrounds, colours that stay apart under
+colour blindness, and text that can be read on light and dark; ``figure.update_layout(template=template("dark"))``
+switches a theme. Each figure keeps its rows and a text alternative in ``figure.layout.meta``, from which the report
+makes the CSV and the description that a screen reader speaks.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from probelens.results.plots import style
 from probelens.results.plots.style import PALETTE, escape
@@ -32,10 +31,10 @@ KEPT = (
 def ablation(data: Rows, *, metric: str = "accuracy", percent: bool = True, title: str | None = None) -> go.Figure:
     """What ablating a subspace costs at each layer, and whether a refitted probe still reads the label.
 
-    The upper panel has a line for each ablated subspace and a band with points for its random controls: only
-    a drop outside the band belongs to the subspace. The lower panel has the probe's accuracy before ablation,
-    the accuracy of a probe refitted on the ablated activations, and the baseline: a refitted probe above the
-    baseline means that the label can still be read, so the drop says nothing about necessity either way.
+    The upper panel has a line for each ablated subspace and a band with points for its random controls: only a drop
+    outside the band belongs to the subspace. The lower panel has the probe's accuracy before ablation, the accuracy of
+    a probe refitted on the ablated activations, and the baseline: a refitted probe above the baseline means that the
+    label can still be read, so the drop says nothing about necessity either way.
 
     Args:
         data: Rows of ONE model and ONE label. Columns:
@@ -43,28 +42,26 @@ def ablation(data: Rows, *, metric: str = "accuracy", percent: bool = True, titl
             * ``layer``: an int; -1 is the embedding.
             * ``condition``: what was ablated: ``"target"`` (the probe's rows), ``"pca"``, ``"leace"``, ``"inlp"``, or
               any other name; those whose name starts with ``"random"`` are controls, drawn as bands.
-            * ``drop``: the metric without ablation minus with it, a fraction of 1 if ``percent`` (shown in
-              percentage points); positive when ablation hurts.
+            * ``drop``: the metric without ablation minus with it, a fraction of 1 if ``percent`` (shown in percentage
+              points); positive when ablation hurts.
             * ``lo``, ``hi`` (optional): the bounds of its interval.
             * ``probe_accuracy``, ``refit_accuracy``, ``baseline`` (optional, together they make the lower panel), on
-              the rows of subspaces that aren't controls: accuracy of the probe on the untouched activations, of a
-              new probe trained on the ablated ones, and of the best baseline; ``refit_mlp_accuracy``, drawn dotted
-              where there is one. Fractions of 1.
+              the rows of subspaces that aren't controls: accuracy of the probe on the untouched activations, of a new
+              probe trained on the ablated ones, and of the best baseline; ``refit_mlp_accuracy``, drawn dotted where
+              there is one. Fractions of 1.
             * ``site``, ``verdict`` (optional): the hook point; what the refit says, for the hover text.
 
-            A control has one row per layer and draw; a subspace, or a control given as an interval, has one
-            per layer.
+            A control has one row per layer and draw; a subspace, or a control given as an interval, has one per layer.
         metric: What dropped, for the axis title.
-        percent: The drop is a fraction of 1, shown in percentage points. False: shown in the unit that
-            ``metric`` names.
+        percent: The drop is a fraction of 1, shown in percentage points. False: shown in the unit that ``metric``
+            names.
         title: Shown above the figure.
 
     Returns:
         The figure.
 
     Raises:
-        InputError: No rows, a missing column, text where a number belongs, or two rows of a subspace at one
-            layer.
+        InputError: No rows, a missing column, text where a number belongs, or two rows of a subspace at one layer.
 
     Units:
         Drops and accuracies in fractions of 1.
@@ -85,11 +82,7 @@ def ablation(data: Rows, *, metric: str = "accuracy", percent: bool = True, titl
     subspaces = [entry for name, entry in parts.items() if name not in bands]
     for _, part in subspaces:
         style.unique(part, ["layer"], who, "Give one model and one label, and average over seeds.")
-    refitted = [
-        (label, part)
-        for label, part in subspaces
-        if any(v is not None for v in style.numbers(part, "refit_accuracy", who))
-    ]
+    refitted = [s for s in subspaces if any(v is not None for v in style.numbers(s[1], "refit_accuracy", who))]
     # The lower panel has a legend of its own, which needs a line for each entry on a phone.
     entries = 2 + len(refitted) * (2 if "refit_mlp_accuracy" in df.columns else 1)
     fig = style.panels([250, 230] if refitted else [320], title=title, gap=20 * entries + 22)
@@ -105,8 +98,7 @@ def ablation(data: Rows, *, metric: str = "accuracy", percent: bool = True, titl
     return style.finish(fig, "Ablation by layer. " + ". ".join(said) + ".", df, KEPT)
 
 
-@dataclass(frozen=True)
-class _Cost:
+class _Cost(NamedTuple):
     """The upper panel: what each ablation costs."""
 
     fig: go.Figure
@@ -122,9 +114,8 @@ class _Cost:
     def line(self, part: pd.DataFrame, name: str, y: Any, lo: Any, hi: Any, **look: Any) -> str:
         say = "{:.1f} pp".format if self.percent else "{:.4g}".format
         x = list(dict.fromkeys(style.defined(part, "layer", "ablation")))
-        return style.add_line(
-            self.fig, x, y, lo=lo, hi=hi, name=name, where="layer", say=say, places=self.places, **look
-        )
+        look |= {"lo": lo, "hi": hi, "name": name, "places": self.places}
+        return style.add_line(self.fig, x, y, where="layer", say=say, **look)
 
     def subspace(self, label: str, part: pd.DataFrame, index: int) -> str:
         """A line with its interval."""
@@ -149,17 +140,9 @@ class _Cost:
         mean = [sum(d) / len(d) for d in draws]
         said = self.line(part, label, mean, lo, hi, what=f"mean {self.what}", color=color, dash="dot")
         if most > 1:
-            self.fig.add_scatter(
-                x=layers,
-                y=self.read(part, "drop"),
-                mode="markers",
-                marker={"color": style.rgba(color, 0.55), "size": 4},
-                hoverinfo="skip",
-                showlegend=False,
-                legendgroup=label,
-                row=1,
-                col=1,
-            )
+            points = {"mode": "markers", "marker": {"color": style.rgba(color, 0.55), "size": 4}}
+            quiet = {"hoverinfo": "skip", "showlegend": False, "legendgroup": label}
+            self.fig.add_scatter(x=layers, y=self.read(part, "drop"), row=1, col=1, **points, **quiet)
         return said
 
 
@@ -171,12 +154,8 @@ def _refits(fig: go.Figure, refitted: list[tuple[str, pd.DataFrame]], places: Ma
         if all(v is None for v in y):
             return []
         at = style.defined(part, "layer", "ablation")
-        return [
-            style.add_line(
-                fig, at, y, name=name, where="layer", what="accuracy", say=style.percent,
-                places=places, row=2, legend="legend2", **look,
-            )
-        ]  # fmt: skip
+        look |= {"name": name, "what": "accuracy", "row": 2, "legend": "legend2"}
+        return [style.add_line(fig, at, y, where="layer", say=style.percent, places=places, **look)]
 
     first = refitted[0][1]
     said = line(first, "probe_accuracy", "probe before ablation", color=PALETTE[2], marker="diamond")
@@ -189,8 +168,7 @@ def _refits(fig: go.Figure, refitted: list[tuple[str, pd.DataFrame]], places: Ma
         said += line(part, "refit_mlp_accuracy", f"MLP refitted {about}", dash="dot", **look)
     said += line(first, "baseline", "baseline", color=style.GREY, dash="dash")
     top = fig.layout.yaxis2.domain[1] + 8 / fig.layout.height
-    place = {"orientation": "h", "x": 0, "xanchor": "left", "y": top, "yanchor": "bottom", "tracegroupgap": 0}
-    fig.update_layout(legend2=place)
+    fig.update_layout(legend2=style.legend_at(top))
     fig.update_yaxes(title_text="probe accuracy (%)", tickformat=".0%", range=[0, 1.03], row=2)
     return said
 

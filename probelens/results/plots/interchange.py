@@ -11,8 +11,6 @@ from probelens.results.plots.style import frame
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["interchange"]
-
 _NAMES = {
     "target": "the subspace", "full": "everything", "complement": "everything but it", "random": "random, equal rank",
     "random_matched": "random, equal variance", "orthogonal_pca": "components orthogonal to it",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from probelens.errors import InputError
 from probelens.results.plots import style
@@ -46,9 +45,8 @@ def layer_profile(
             * ``y``: the value, a fraction of 1 if ``percent``. NaN or None leaves a gap.
             * ``lo``, ``hi`` (optional): the bounds of its interval, drawn as a band.
             * one column per baseline (optional), by default any of ``majority``, ``position``, ``last_w``,
-              ``embedding`` and ``untrained`` that are there, in the unit of ``y``. A baseline that is the same for every row of
-              a panel is one grey dashed line; one that differs is a dashed line for each series, in its
-              colour.
+              ``embedding`` and ``untrained`` that are there, in the unit of ``y``: one grey dashed line where it is
+              the same for every row of a panel, otherwise a dashed line for each series, in its colour.
             * ``color``, ``facet`` (optional): names.
         y: Name of the value column.
         color: Column that separates the lines, for example ``"model"``. None: one line.
@@ -118,13 +116,9 @@ def length_curve(
     fig.update_xaxes(title_text="sequence length (tokens)", row=panels)
     if train_length is not None:
         for row in range(1, panels + 1):
-            fig.add_vline(
-                x=train_length,
-                line={"color": style.GREY, "dash": "dot", "width": 1.5},
-                annotation={"text": "training length", "y": 0, "yanchor": "bottom", "font": {"size": 12}},
-                row=row,
-                col=1,
-            )
+            line = {"color": style.GREY, "dash": "dot", "width": 1.5}
+            note = {"text": "training length", "y": 0, "yanchor": "bottom", "font": {"size": 12}}
+            fig.add_vline(x=train_length, line=line, annotation=note, row=row, col=1)
     return fig
 
 
@@ -173,29 +167,18 @@ def training_curve(
     for row, name in enumerate(names, start=1):
         percent = "acc" in name.lower()
         for i, (series, part) in enumerate(style.groups(df, color)):
-            logged = [
-                (at, value)
-                for at, value in zip(style.defined(part, x, who), style.numbers(part, name, who))
-                if value is not None
-            ]
-            style.add_line(
-                fig,
-                [at for at, _ in logged],
-                [value for _, value in logged],
-                name=series or "run",
-                where=x,
-                what=name,
-                say=style.percent if percent else "{:.4g}".format,
-                color=PALETTE[i % len(PALETTE)],
-                row=row,
-            )
+            both = zip(style.defined(part, x, who), style.numbers(part, name, who))
+            logged = {at: value for at, value in both if value is not None}
+            look: dict[str, Any] = {"name": series or "run", "color": PALETTE[i % len(PALETTE)], "row": row}
+            say = style.percent if percent else "{:.4g}".format
+            style.add_line(fig, list(logged), list(logged.values()), where=x, what=name, say=say, **look)
             if logged:
-                said.append(f"{series or 'run'}: {name} {logged[-1][1]:.4g} at {x} {logged[-1][0]:g}")
+                at, value = list(logged.items())[-1]
+                said.append(f"{series or 'run'}: {name} {value:.4g} at {x} {at:g}")
         if percent:
             fig.update_yaxes(title_text=f"{escape(name)} (%)", tickformat=".0%", range=[0, 1.03], row=row)
             if target is not None:
-                line = {"color": style.GREY, "dash": "dash", "width": 1.5}
-                fig.add_hline(y=target, line=line, row=row, col=1)
+                fig.add_hline(y=target, line={"color": style.GREY, "dash": "dash", "width": 1.5}, row=row, col=1)
         elif "loss" in name.lower():
             ticks = [m * 10.0**e for e in range(-9, 4) for m in (1, 2, 5)]
             fig.update_yaxes(title_text=f"{escape(name)} (nats)", type="log", row=row)
@@ -207,8 +190,7 @@ def training_curve(
     return style.finish(fig, "Training curves. " + "; ".join(said) + ".", df, [x, color, *names])
 
 
-@dataclass(frozen=True)
-class _Columns:
+class _Columns(NamedTuple):
     """Which column plays which part."""
 
     x: str
@@ -218,17 +200,12 @@ class _Columns:
     baselines: Mapping[str, str] | None
 
 
-def _lines(
-    data: Rows, who: str, columns: _Columns, y_label: str, percent: bool, title: str | None
-) -> tuple[go.Figure, int]:
+def _lines(data: Rows, who: str, c: _Columns, y_label: str, percent: bool, title: str | None) -> tuple[go.Figure, int]:
     """The figure and how many panels it has."""
-    c = columns
     keys = [name for name in (c.facet, c.color, c.x) if name]
     df = style.frame(data, [*keys, c.y, *(c.baselines or {})], who)
     style.unique(df, keys, who, "Average over seeds first, or separate them with color= or facet=.")
-    known = c.baselines
-    if known is None:
-        known = {column: label for column, label in BASELINES.items() if column in df.columns}
+    known = {k: v for k, v in BASELINES.items() if k in df.columns} if c.baselines is None else c.baselines
     facets = style.groups(df, c.facet)
     order = [name for name, _ in style.groups(df, c.color)]
     heights = [300 if len(facets) == 1 else 230] * len(facets)
@@ -238,31 +215,17 @@ def _lines(
     said = []
     for row, (panel, part) in enumerate(facets, start=1):
         part = style.ordered(part, c.x, who)
+        look: dict[str, Any] = {"where": c.x, "say": say, "row": row, "places": places}
         spoken = []
         for name, series in style.groups(part, c.color):
             i = order.index(name)
             y, lo, hi = (style.numbers(series, column, who) for column in (c.y, "lo", "hi"))
-            spoken.append(
-                style.add_line(
-                    fig,
-                    style.defined(series, c.x, who),
-                    y,
-                    lo=lo,
-                    hi=hi,
-                    name=name or y_label,
-                    where=c.x,
-                    what=y_label,
-                    say=say,
-                    color=PALETTE[i % len(PALETTE)],
-                    marker=style.MARKERS[i % len(style.MARKERS)],
-                    places=places,
-                    row=row,
-                )
-            )
+            own: dict[str, Any] = {"color": PALETTE[i % len(PALETTE)], "marker": style.MARKERS[i % len(style.MARKERS)]}
+            at = style.defined(series, c.x, who)
+            spoken.append(style.add_line(fig, at, y, lo=lo, hi=hi, name=name or y_label, what=y_label, **own, **look))
         for i, (column, label) in enumerate(known.items()):
-            dash = style.DASHES[i % len(style.DASHES)]
-            look: dict[str, Any] = {"say": say, "dash": dash, "row": row, "places": places}
-            spoken += _baseline(fig, part, who, c, column, label, order, look)
+            dash = {"dash": style.DASHES[i % len(style.DASHES)], "what": "baseline"}
+            spoken += _baseline(fig, part, who, c, column, label, order, **look, **dash)
         said.append((f"Panel {panel}: " if panel else "") + "; ".join(spoken) + ".")
         fig.update_yaxes(title_text=escape(y_label) + (" (%)" if percent else ""), row=row)
         if percent:
@@ -272,26 +235,18 @@ def _lines(
 
 
 def _baseline(
-    fig: go.Figure,
-    part: pd.DataFrame,
-    who: str,
-    columns: _Columns,
-    column: str,
-    label: str,
-    order: list[str],
-    look: dict[str, Any],
+    fig: go.Figure, part: pd.DataFrame, who: str, c: _Columns, column: str, label: str, order: list[str], **look: Any
 ) -> list[str]:
     """One grey line where the baseline is one number, one line for each series where it is not."""
     levels = [v for v in style.numbers(part, column, who) if v is not None]
     if not levels:
         return []
-    look = {**look, "where": columns.x, "what": "baseline"}
     if len(set(levels)) == 1:
-        x = sorted(set(style.defined(part, columns.x, who)))
+        x = sorted(set(style.defined(part, c.x, who)))
         return [style.add_line(fig, x, levels[:1] * len(x), name=label, color=style.GREY, **look)]
     said = []
-    for name, series in style.groups(part, columns.color):
+    for name, series in style.groups(part, c.color):
         color = PALETTE[order.index(name) % len(PALETTE)] if name else style.GREY
-        x, y = style.defined(series, columns.x, who), style.numbers(series, column, who)
+        x, y = style.defined(series, c.x, who), style.numbers(series, column, who)
         said.append(style.add_line(fig, x, y, name=f"{label}, {name}" if name else label, color=color, **look))
     return said

@@ -32,17 +32,16 @@ def patch_heatmap(
     """Recovery by layer and position: what copying one clean activation into the corrupted run restores.
 
     Args:
-        values: Recovered fraction of the clean-corrupted gap; NaN where nothing was measured. (site,
-            position)
-        sites: What was patched, from the bottom row up: hook point names, layers as ints, or any names.
-            Names of one kind are shown by layer alone: -1 is "embed", and ``"blocks.3.hook_resid_pre"`` is
-            the residual after block 2.
+        values: Recovered fraction of the clean-corrupted gap; NaN where nothing was measured. (site, position)
+        sites: What was patched, from the bottom row up: hook point names, layers as ints, or any names. Names of one
+            kind are shown by layer alone: -1 is "embed", and ``"blocks.3.hook_resid_pre"`` is the residual after
+            block 2.
         positions: Token indices of the columns. (position,)
         tokens: Text of the token at each position, when all pairs share it. (position,)
         lo: Lower bounds of intervals, for the hover text. (site, position)
         hi: Upper bounds. (site, position)
-        mode: "denoise": 0 is the corrupted run and 1 the clean run. "noise", where corrupted activations went
-            into the clean run: 0 is the clean run and 1 the corrupted run.
+        mode: "denoise": 0 is the corrupted run and 1 the clean run. "noise", where corrupted activations went into
+            the clean run: 0 is the clean run and 1 the corrupted run.
         marks: Named positions to mark with a dotted line, for example ``{"edited": 3, "read": 40}``.
         title: Shown above the figure.
 
@@ -70,9 +69,8 @@ def patch_heatmap(
         out = np.asarray(array.detach().cpu() if hasattr(array, "detach") else array, dtype=float)
         if out.shape != (len(sites), len(positions)):
             raise ShapeError(
-                f"patch_heatmap needs {name} of shape (site, position) = ({len(sites)}, {len(positions)}); "
-                f"it has shape {out.shape}. Average over examples first, or give the matching sites and "
-                "positions."
+                f"patch_heatmap needs {name} of shape (site, position) = ({len(sites)}, {len(positions)}); it has "
+                f"shape {out.shape}. Average over examples first, or give the matching sites and positions."
             )
         return out
 
@@ -95,10 +93,8 @@ def patch_heatmap(
             v = float(shown[i, j]) if np.isfinite(shown[i, j]) else None
             a, b = (None if g is None or not np.isfinite(g[i, j]) else float(g[i, j]) for g in (low, high))
             token = "" if tokens is None else f", token {escape(tokens[j])}"
-            line.append(
-                f"<b>{escape(site)}</b><br>position {position}{token}<br>recovery "
-                + style.measured(v, a, b, "{:.3g}".format)
-            )
+            said = style.measured(v, a, b, "{:.3g}".format)
+            line.append(f"<b>{escape(site)}</b><br>position {position}{token}<br>recovery {said}")
             row: dict[str, Any] = {"site": str(site), "position": int(position), "recovery": v}
             row |= {} if tokens is None else {"token": str(tokens[j])}
             row |= {} if low is None else {"lo": a}
@@ -106,7 +102,6 @@ def patch_heatmap(
             rows.append(row)
         hover.append(line)
     end = float(min(max(1.0, np.abs(finite).max()), LIMIT))
-    over = bool((np.abs(finite) > end).any())
     fig = go.Figure(
         go.Heatmap(
             z=[[None if not np.isfinite(v) else float(v) for v in line] for line in shown],
@@ -122,54 +117,25 @@ def patch_heatmap(
     )
     ends = ("corrupted", "clean") if mode == "denoise" else ("clean", "corrupted")
     ticks = {-1.0: "\u22121", 0.0: f"0 {ends[0]} run", 1.0: f"1 {ends[1]} run"}
-    if over:
+    if (np.abs(finite) > end).any():
         ticks = {-end: f"\u2264 \u2212{end:g}", 0.0: ticks[0.0], 1.0: f"1 {ends[1]}", end: f"\u2265 {end:g}"}
     # From the top: title, name of the scale, scale, its ticks, marks.
     head = 28 if title else 0
     top = head + 66 + (18 if marks else 0)
     height = top + 56 + max(26, min(44, 420 // len(sites))) * len(sites)
-    fig.update_layout(
-        template=style.template(),
-        height=height,
-        margin={"t": top, "r": 38},
-        coloraxis={
-            "cmid": 0,
-            "cmin": -end,
-            "cmax": end,
-            "colorbar": {
-                "orientation": "h",
-                "x": 0,
-                "xanchor": "left",
-                "xpad": 0,
-                "y": 1 - (head + 22) / height,
-                "yref": "container",
-                "yanchor": "top",
-                "ypad": 0,
-                "len": 1,
-                "ticklabeloverflow": "allow",
-                "tickvals": list(ticks),
-                "ticktext": list(ticks.values()),
-            },
-        },
-    )
+    across = {"orientation": "h", "x": 0, "xanchor": "left", "xpad": 0}
+    down = {"y": 1 - (head + 22) / height, "yref": "container", "yanchor": "top", "ypad": 0}
+    named = {"len": 1, "ticklabeloverflow": "allow", "tickvals": list(ticks), "ticktext": list(ticks.values())}
+    scale = {"cmid": 0, "cmin": -end, "cmax": end, "colorbar": across | down | named}
+    fig.update_layout(template=style.template(), height=height, margin={"t": top, "r": 38}, coloraxis=scale)
     place: dict[str, Any] = {"yref": "paper", "y": 1, "showarrow": False}
-    fig.add_annotation(
-        text=f"{'recovered' if mode == 'denoise' else 'removed'} fraction of the gap",
-        xref="paper",
-        x=0,
-        xanchor="left",
-        yanchor="top",
-        yshift=top - head,
-        **place,
-    )
+    corner = {"xref": "paper", "x": 0, "xanchor": "left", "yanchor": "top", "yshift": top - head}
+    fig.add_annotation(text=_axis_title(mode), **corner, **place)
     fig.update_yaxes(type="category", ticks="", showgrid=False, title_text=escape(axis))
     fig.update_xaxes(title_text="patched position (token index)", showgrid=False)
     if tokens is not None and len(tokens) <= 30:
-        fig.update_xaxes(
-            tickmode="array",
-            tickvals=list(positions),
-            ticktext=[f"{p}<br>{escape(t)}" for p, t in zip(positions, tokens)],
-        )
+        names = [f"{p}<br>{escape(t)}" for p, t in zip(positions, tokens)]
+        fig.update_xaxes(tickmode="array", tickvals=list(positions), ticktext=names)
     for name, position in (marks or {}).items():
         fig.add_vline(x=position, line={"color": style.GREY, "dash": "dot", "width": 1.5})
         fig.add_annotation(text=escape(name), x=position, yanchor="bottom", font_size=12, **place)
@@ -209,46 +175,32 @@ def site_name(site: object) -> str:
 def _site_axis(sites: Sequence[object]) -> tuple[list[str], str]:
     """Labels of the rows and the axis title: layers alone where all sites are one kind of point."""
     split = [re.fullmatch(r"blocks\.(\d+)\.(.+)", site) if isinstance(site, str) else None for site in sites]
-    kinds = {match.group(2).replace("hook_", "") for match in split if match}
+    kinds = {match[2].replace("hook_", "") for match in split if match}
     rest = [site for site, match in zip(sites, split) if not match]
+    residual = "layer (residual after block)"
     if len(kinds) == 1 and all(site in _ENDS for site in rest):
         kind = kinds.pop()
         # The residual that enters block l is the one after block l - 1.
         shift = kind == "resid_pre"
-        labels = [
-            style.layer_name(int(match.group(1)) - shift) if match else _ENDS[str(site)]
-            for site, match in zip(sites, split)
-        ]
-        residual = kind in ("resid_pre", "resid_post")
-        return labels, "layer (residual after block)" if residual else f"block ({kind})"
+        named = [str(int(match[1]) - shift) if match else _ENDS[str(site)] for site, match in zip(sites, split)]
+        return list(map(style.layer_name, named)), residual if kind in (
+            "resid_pre",
+            "resid_post",
+        ) else f"block ({kind})"
     if all(isinstance(site, int) for site in sites):
-        return [style.layer_name(site) for site in sites], "layer (residual after block)"
+        return list(map(style.layer_name, sites)), residual
     return [site_name(site) for site in sites], "patched at"
 
 
 def _distinct(names: list[str]) -> list[str]:
-    seen: dict[str, int] = {}
-    out = []
-    for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        out.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
-    return out
+    counts = [names[: i + 1].count(name) for i, name in enumerate(names)]
+    return [name if n == 1 else f"{name} ({n})" for name, n in zip(names, counts)]
 
 
 def sites_figure(rows: Sequence[Mapping[str, Any]], mode: str, title: str | None = None) -> go.Figure:
-    """Recovery with intervals, one line of the figure a site, A on top.
+    """Recovery with intervals by site of a ``PatchSitesResult``, the first row on top.
 
-    Args:
-        rows: Rows of a ``PatchSitesResult``.
-        mode: "denoise" or "noise", for the name of the axis.
-        title: Shown above the figure.
-
-    Returns:
-        The figure: filled points are measured, hollow ones forced to 0 or 1; one that is
-        missing has its reason in the hover text.
-
-    Raises:
-        InputError: No row.
+    Filled points are measured, hollow ones forced to 0 or 1; one that is missing has its reason in the hover text.
     """
     import pandas as pd
     import plotly.graph_objects as go
@@ -286,15 +238,18 @@ def sites_figure(rows: Sequence[Mapping[str, Any]], mode: str, title: str | None
         )  # fmt: skip
     for x in (0, 1):
         fig.add_vline(x=x, line={"color": style.GREY, "dash": "dot", "width": 1})
-    what = "recovered" if mode == "denoise" else "removed"
     fig.update_layout(template=style.template(), height=110 + 30 * len(rows))
-    fig.update_xaxes(title_text=f"{what} fraction of the gap")
+    fig.update_xaxes(title_text=_axis_title(mode))
     fig.update_yaxes(type="category", categoryorder="array", categoryarray=names[::-1], title_text="site")
     if title:
         fig.update_layout(title_text=style.escape(title), margin_t=64)
     spoken = "; ".join(f"{r['site']}: {_value(r)}" for r in rows)
     df = pd.DataFrame(list(rows), dtype=object)
     return style.finish(fig, f"Recovery by site. {spoken}", df, list(df.columns))
+
+
+def _axis_title(mode: str) -> str:
+    return f"{'recovered' if mode == 'denoise' else 'removed'} fraction of the gap"
 
 
 def _reach(high: float | None, low: float | None) -> float:

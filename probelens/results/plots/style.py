@@ -1,12 +1,12 @@
-"""How every figure looks, and the pieces figures are made of: palette, themes, escaping, lines with
-intervals.
+"""How every figure looks, and the pieces figures are made of: palette, themes, escaping, lines with intervals.
 
-The series colours have at least 3:1 contrast on white and on the dark page and stay apart under the three
-kinds of colour blindness; markers differ too. Backgrounds are transparent.
+The series colours have at least 3:1 contrast on white and on the dark page and stay apart under the three kinds of
+colour blindness; markers differ too. Backgrounds are transparent.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -44,12 +44,11 @@ def template(theme: Theme = "auto") -> go.layout.Template:
     """A plotly template for one theme.
 
     Args:
-        theme: "light" or "dark" for a page of that colour; "auto" has mid-grey text that can be read on both,
-            and is what the figures of this module start with.
+        theme: "light" or "dark" for a page of that colour; "auto" has mid-grey text that can be read on both, and is
+            what the figures of this module start with.
 
     Returns:
-        The template, for ``figure.update_layout(template=template("dark"))``; plotly's global templates
-        aren't touched.
+        The template, for ``figure.update_layout(template=template("dark"))``; plotly's global templates aren't touched.
 
     Raises:
         InputError: An unknown theme.
@@ -63,17 +62,9 @@ def template(theme: Theme = "auto") -> go.layout.Template:
     if theme not in _INK:
         raise InputError(f"no theme {theme!r}. Allowed: {', '.join(map(repr, _INK))}")
     ink, grid = _INK[theme], _GRID[theme]
-    axis = {
-        "gridcolor": grid,
-        "linecolor": ink,
-        "tickcolor": ink,
-        "showline": True,
-        "ticks": "outside",
-        "ticklen": 4,
-        "zeroline": False,
-        "automargin": True,
-        "title": {"standoff": 8, "font": {"size": 13}},
-    }
+    hover = {"family": FONT, "size": 13, "color": _HOVER_INK[theme]}
+    lines = {"gridcolor": grid, "linecolor": ink, "tickcolor": ink, "showline": True, "ticks": "outside", "ticklen": 4}
+    axis = {**lines, "zeroline": False, "automargin": True, "title": {"standoff": 8, "font": {"size": 13}}}
     stops = _DIVERGING["dark" if theme == "dark" else "light"]
     return go.layout.Template(
         layout={
@@ -85,20 +76,8 @@ def template(theme: Theme = "auto") -> go.layout.Template:
             "xaxis": axis,
             "yaxis": axis,
             "hovermode": "closest",
-            "hoverlabel": {
-                "align": "left",
-                "bgcolor": _HOVER[theme],
-                "bordercolor": GREY,
-                "font": {"family": FONT, "size": 13, "color": _HOVER_INK[theme]},
-            },
-            "legend": {
-                "orientation": "h",
-                "x": 0,
-                "xanchor": "left",
-                "y": 1.02,
-                "yanchor": "bottom",
-                "tracegroupgap": 0,
-            },
+            "hoverlabel": {"align": "left", "bgcolor": _HOVER[theme], "bordercolor": GREY, "font": hover},
+            "legend": legend_at(1.02),
             "margin": {"l": 56, "r": 22, "t": 16, "b": 48},
             "coloraxis": {
                 "colorscale": [[i / (len(stops) - 1), color] for i, color in enumerate(stops)],
@@ -106,6 +85,11 @@ def template(theme: Theme = "auto") -> go.layout.Template:
             },
         }
     )
+
+
+def legend_at(y: float) -> dict[str, Any]:
+    """A horizontal legend whose lower left corner is at this height of the paper."""
+    return {"orientation": "h", "x": 0, "xanchor": "left", "y": y, "yanchor": "bottom", "tracegroupgap": 0}
 
 
 def escape(text: object) -> str:
@@ -159,10 +143,7 @@ def numbers(df: pd.DataFrame, column: str | None, caller: str) -> list[float | N
         return [None] * len(df)
     out: list[float | None] = []
     given = df[column].astype(object)
-    for value in given.where(given.notna(), None).tolist():
-        if value is None:
-            out.append(None)
-            continue
+    for value in given.where(given.notna(), math.nan).tolist():
         try:
             number = float(value)
         except (TypeError, ValueError) as err:
@@ -231,39 +212,18 @@ def layer_ticks(names: Mapping[float, str]) -> dict[str, Any]:
 
 
 def add_band(
-    fig: go.Figure,
-    x: Sequence[float],
-    lo: Sequence[float | None],
-    hi: Sequence[float | None],
-    *,
-    color: str,
-    group: str,
-    row: int = 1,
-    alpha: float = 0.18,
+    fig: go.Figure, x: Sequence[float], lo: Sequence[Any], hi: Sequence[Any], *, color: str, group: str, row: int
 ) -> None:
     """A shaded interval, one piece for each run of points that have both bounds."""
-    piece: list[int] = []
-    for i in range(len(x) + 1):
-        if i < len(x) and lo[i] is not None and hi[i] is not None:
-            piece.append(i)
-            continue
-        if piece:
-            xs = [x[j] for j in piece]
-            fig.add_scatter(
-                x=xs + xs[::-1],
-                y=[hi[j] for j in piece] + [lo[j] for j in piece[::-1]],
-                fill="toself",
-                fillcolor=rgba(color, alpha),
-                # A lone point has no area: its outline is what can be seen.
-                line={"color": rgba(color, alpha), "width": 6 if len(piece) == 1 else 0},
-                mode="lines",
-                hoverinfo="skip",
-                showlegend=False,
-                legendgroup=group,
-                row=row,
-                col=1,
-            )
-        piece = []
+    shade = rgba(color, 0.18)
+    for known, piece in itertools.groupby(zip(x, lo, hi), lambda at: at[1] is not None and at[2] is not None):
+        if known:
+            xs, low, high = map(list, zip(*piece))
+            # A lone point has no area: its outline is what can be seen.
+            outline = {"color": shade, "width": 6 if len(xs) == 1 else 0}
+            look = {"fill": "toself", "fillcolor": shade, "line": outline, "mode": "lines", "hoverinfo": "skip"}
+            ring = {"x": xs + xs[::-1], "y": high + low[::-1]}
+            fig.add_scatter(**ring, **look, showlegend=False, legendgroup=group, row=row, col=1)
 
 
 def add_line(
@@ -287,9 +247,8 @@ def add_line(
 ) -> str:
     """One line with its band and hover texts; returns what a screen reader says of it.
 
-    ``name``, ``where`` ("layer"), ``what`` ("accuracy"), ``notes`` (one for each point) and ``places`` (what
-    to call a value of x) are raw text. Lines of one name share a legend entry. Points without a value leave
-    a gap.
+    ``name``, ``where`` ("layer"), ``what`` ("accuracy"), ``notes`` (one for each point) and ``places`` (what to call
+    a value of x) are raw text. Lines of one name share a legend entry. Points without a value leave a gap.
     """
     at_x = [(places or {}).get(at, f"{at:g}") for at in x]
     low, high = lo or [None] * len(x), hi or [None] * len(x)
@@ -297,8 +256,8 @@ def add_line(
     hover = []
     for i, place in enumerate(at_x):
         text = f"<b>{escape(name)}</b><br>{escape(where)} {escape(place)}<br>{escape(what)} "
-        text += measured(y[i], low[i], high[i], say)
-        hover.append(text + (f"<br>{escape(notes[i])}" if notes and notes[i] else ""))
+        note = f"<br>{escape(notes[i])}" if notes and notes[i] else ""
+        hover.append(text + measured(y[i], low[i], high[i], say) + note)
     fig.add_scatter(
         x=list(x),
         y=list(y),
@@ -325,17 +284,13 @@ def panels(
     """An empty figure of panels under each other that share their horizontal axis; sizes in pixels."""
     from plotly.subplots import make_subplots
 
-    total = sum(heights)
+    total, n = sum(heights), len(heights)
     gap = gap or (46 if any(titles) else 26)
-    fig = make_subplots(
-        rows=len(heights),
-        cols=1,
-        shared_xaxes=True,
-        row_heights=[h / total for h in heights],
-        vertical_spacing=gap / (total + gap * (len(heights) - 1)) if len(heights) > 1 else 0,
-        subplot_titles=[escape(t) if t else "" for t in titles] or None,
-    )
-    fig.update_layout(template=template(), height=total + gap * (len(heights) - 1) + 90)
+    whole = total + gap * (n - 1)
+    names = [escape(t) if t else "" for t in titles] or None
+    sizes = {"row_heights": [h / total for h in heights], "vertical_spacing": gap / whole if n > 1 else 0}
+    fig = make_subplots(rows=n, cols=1, shared_xaxes=True, subplot_titles=names, **sizes)
+    fig.update_layout(template=template(), height=whole + 90)
     fig.update_annotations(font_size=13, x=0, xanchor="left")
     # The legend is above the first panel's title, at any height of the figure.
     fig.update_layout(legend_y=1 + (26 if any(titles) else 8) / total)
@@ -354,9 +309,8 @@ def finish(fig: go.Figure, alt: str, df: pd.DataFrame, columns: Iterable[str | N
 
 def defined(df: pd.DataFrame, column: str, who: str) -> list[float]:
     """A column as floats, none of which may be missing."""
-    out = []
-    for value, given in zip(numbers(df, column, who), df[column].tolist()):
-        if value is None:
-            raise InputError(f"{who} needs a number in every row of {column!r}; it found {given!r}.")
-        out.append(value)
-    return out
+    found = numbers(df, column, who)
+    if None in found:
+        given = df[column].tolist()[found.index(None)]
+        raise InputError(f"{who} needs a number in every row of {column!r}; it found {given!r}.")
+    return [value for value in found if value is not None]

@@ -1,8 +1,7 @@
-"""One self-contained HTML page for a run: what was measured on what, the figures, their data, how to
-reproduce.
+"""One self-contained HTML page for a run: what was measured on what, the figures, their data, how to reproduce.
 
-The page opens from disk, asks the network for nothing, and its content security policy lets nothing but its
-own two scripts run. Every text given here is shown as it is, never read as markup; `backticks` make code.
+The page opens from disk, asks the network for nothing, and its content security policy lets nothing but its own two
+scripts run. Every text given here is shown as it is, never read as markup; `backticks` make code.
 """
 
 from __future__ import annotations
@@ -150,9 +149,9 @@ def write_report(
         >>> import tempfile, os
         >>> from probelens.results.plots import layer_profile
         >>> figure = layer_profile([{"layer": l, "accuracy": 0.5} for l in (-1, 0)])
-        >>> file = os.path.join(tempfile.mkdtemp(), "report.html")
         >>> chart = Chart(figure, "Probe accuracy by layer, 400 test sequences.")
         >>> section = Section("Where it can be read", charts=[chart], explain=["probe"])
+        >>> file = os.path.join(tempfile.mkdtemp(), "report.html")
         >>> write_report(file, title="Parity in an LSTM", lead="One model.", sections=[section]).name
         'report.html'
     """
@@ -219,20 +218,12 @@ def render_report(
         doc.section("Versions", parts.facts(versions, code=True))
     doc.embed("page-data", {name: template(name).to_plotly_json() for name in ("light", "dark")})
     plotly, script = parts.script(get_plotlyjs()), parts.script(_asset("report.js"))
+    version = parts.text(metadata.version("probelens"))
+    scripts = {"plotly": plotly, "js": script, "plotly_hash": parts.sha256(plotly), "js_hash": parts.sha256(script)}
+    body = {"toc": "\n".join(doc.contents), "body": "\n".join(doc.body), "data": "\n".join(doc.data)}
+    head = {"version": version, "title": parts.text(title), "lead": parts.prose(lead), "css": _asset("report.css")}
     # Every value is escaped HTML, a hash, or a file of this package.
-    return _asset("page.html").format(
-        plotly_hash=parts.sha256(plotly),
-        js_hash=parts.sha256(script),
-        version=parts.text(metadata.version("probelens")),
-        title=parts.text(title),
-        css=_asset("report.css"),
-        toc="\n".join(doc.contents),
-        lead=parts.prose(lead),
-        body="\n".join(doc.body),
-        data="\n".join(doc.data),
-        plotly=plotly,
-        js=script,
-    )
+    return _asset("page.html").format(**head, **body, **scripts)
 
 
 def _asset(name: str) -> str:
@@ -252,16 +243,10 @@ def _section(section: Section, doc: parts.Document) -> str:
 
 def _claims(claims: Sequence[Claim], doc: parts.Document) -> str:
     verdicts = {True: "\u2713 yes", False: "\u2717 no", None: "? undetermined"}
-    rows = [
-        {
-            "Claim": c.claim,
-            "Paper": c.paper,
-            "Ours": c.ours,
-            "Interval": c.interval if isinstance(c.interval, str) else "[{:.4g}, {:.4g}]".format(*c.interval),
-            "Agrees": verdicts[c.agrees],
-            "Note": c.note,
-        }
-        for c in claims
-    ]
+    rows = []
+    for c in claims:
+        interval = c.interval if isinstance(c.interval, str) else "[{:.4g}, {:.4g}]".format(*c.interval)
+        told = {"Interval": interval, "Agrees": verdicts[c.agrees], "Note": c.note}
+        rows.append({"Claim": c.claim, "Paper": c.paper, "Ours": c.ours, **told})
     intro = "<p>A disagreement is a result like any other; undetermined means that the interval can't decide.</p>"
     return intro + doc.open_table("The paper's claims and ours", rows, "paper-and-ours")

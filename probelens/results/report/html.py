@@ -1,7 +1,6 @@
 """The pieces of a report page: escaped text, tables, figures, and the data embedded beside them.
 
-Text reaches the page through ``text`` and data through ``Document.embed``; nothing else writes a string that
-a caller gave.
+Text reaches the page through ``text`` and data through ``Document.embed``; nothing else writes a caller's string.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import html
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,12 @@ if TYPE_CHECKING:
     from probelens.results.plots.style import Rows
 
 _SHOWN = 200
+_BUTTONS = {
+    "csv": ("CSV", "save the data"),
+    "png": ("PNG", "save a picture"),
+    "svg": ("SVG", "save a drawing"),
+    "reset": ("Reset view", "undo zooming"),
+}
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 # A pseudo-HTML tag of plotly that isn't plain formatting: links, styles, anything unknown.
 _TAG = re.compile(r"<(?=[a-z/!])(?!/?(?:b|i|em|s|u|br|sub|sup|extra)\s*/?>)", re.IGNORECASE)
@@ -61,20 +66,15 @@ class Document:
         """Explain each term the first time, and point back to it later."""
         for key in keys:
             if key not in TERMS:
-                near = nearest(key, TERMS)
-                raise InputError(
-                    f"no term {key!r} to explain. {'Nearest: ' + ', '.join(near) + '. ' if near else ''}"
-                    f"Allowed: {', '.join(TERMS)}"
-                )
+                near = f"Nearest: {', '.join(found)}. " if (found := nearest(key, TERMS)) else ""
+                raise InputError(f"no term {key!r} to explain. {near}Allowed: {', '.join(TERMS)}")
         new = [key for key in dict.fromkeys(keys) if key not in self.explained]
         old = [key for key in dict.fromkeys(keys) if key in self.explained]
         self.explained.update(new)
         out = ""
         if new:
-            entries = [
-                f'<div id="term-{key}"><h3>{text(TERMS[key][0])}</h3><p>{inline(TERMS[key][1])}</p></div>'
-                for key in new
-            ]
+            entry = '<div id="term-{}"><h3>{}</h3><p>{}</p></div>'.format
+            entries = [entry(key, text(TERMS[key][0]), inline(TERMS[key][1])) for key in new]
             out += f'<div class="terms">{"".join(entries)}</div>'
         if old:
             links = ", ".join(f'<a href="#term-{key}">{text(TERMS[key][0])}</a>' for key in old)
@@ -94,12 +94,7 @@ class Document:
         buttons = "".join(
             f'<button type="button" data-do="{do}" data-name="{stem}" data-rows="rows-{n}" '
             f'aria-label="{label}: {what} of figure {n}">{label}</button>'
-            for do, label, what in (
-                ("csv", "CSV", "save the data"),
-                ("png", "PNG", "save a picture"),
-                ("svg", "SVG", "save a drawing"),
-                ("reset", "Reset view", "undo zooming"),
-            )
+            for do, (label, what) in _BUTTONS.items()
         )
         height = int(spec["layout"].get("height") or 420)
         return (
@@ -108,9 +103,7 @@ class Document:
             f'<div class="plot" style="min-height:{height}px" role="img" aria-labelledby="fig{n}-caption" '
             f'aria-describedby="fig{n}-words"></div>\n<div class="actions">{buttons}</div>\n'
             f"<details><summary>Figure {n} in words and numbers ({count})</summary>"
-            f'<p class="words" id="fig{n}-words">{text(alt or meta.get("alt") or caption)}</p>{table}'
-            "</details>\n"
-            "</figure>"
+            f'<p class="words" id="fig{n}-words">{text(alt or meta.get("alt") or caption)}</p>{table}</details>\n</figure>'
         )
 
     def folded_table(self, caption: str, rows: Rows, name: str | None, unfolded: bool) -> str:
@@ -134,10 +127,8 @@ class Document:
         columns = list(dict.fromkeys(column for record in records for column in record))
         cells = [[plain(record.get(column)) for column in columns] for record in records]
         self.embed(key, {"columns": columns, "rows": cells})
-        sides = [
-            " class=n" if all(row[i] is None or _is_number(row[i]) for row in cells) else ""
-            for i in range(len(columns))
-        ]
+        numeric = [all(row[i] is None or _is_number(row[i]) for row in cells) for i in range(len(columns))]
+        sides = [" class=n" if yes else "" for yes in numeric]
         head = "".join(f'<th scope="col"{side}>{text(column)}</th>' for column, side in zip(columns, sides))
         body = "".join(
             "<tr>" + "".join(f"<td{side}>{_cell(v)}</td>" for v, side in zip(row, sides)) + "</tr>\n"
@@ -306,13 +297,10 @@ def _finite(value: Any) -> Any:
 
 
 def _records(rows: Rows) -> list[dict[str, Any]]:
-    table = rows.to_dataframe() if isinstance(rows, Result) else rows
-    records: Iterable[Any]
-    if isinstance(table, Sequence):
-        records = table
-    else:
-        records = table.astype(object).where(table.notna(), None).to_dict("records")
-    return [{str(key): value for key, value in dict(record).items()} for record in records]
+    table: Any = rows.to_dataframe() if isinstance(rows, Result) else rows
+    if not isinstance(table, Sequence):
+        table = table.astype(object).where(table.notna(), None).to_dict("records")
+    return [{str(key): value for key, value in dict(record).items()} for record in table]
 
 
 def _is_number(value: object) -> bool:

@@ -37,34 +37,30 @@ TERMS: dict[str, tuple[str, str]] = {
     ),
     "untrained": (
         "Untrained model",
-        "The same architecture with its random initial weights, probed in the same way. What can be "
-        "read there comes from the input and the architecture; only what a trained model has beyond it "
-        "was learned.",
+        "The same architecture with its random initial weights, probed in the same way. What can be read there comes "
+        "from the input and the architecture; only what a trained model has beyond it was learned.",
     ),
     "interval": (
         "Intervals",
-        "95 % intervals from a bootstrap that draws training seeds first and then whole sequences "
-        "within each, because positions of one sequence are not independent. With a single seed only "
-        "sequences are drawn, and the interval says nothing about how another training run would "
-        "differ.",
+        "95 % intervals from a bootstrap that draws training seeds first and then whole sequences within each, because "
+        "positions of one sequence are not independent. With a single seed only sequences are drawn, and the interval "
+        "says nothing about how another training run would differ.",
     ),
     "ablation": (
         "Ablation",
-        "The probe's weight rows span a small subspace of the activations, of rank at most the number "
-        "of classes minus one. Ablating replaces the activation x by x \u2212 Q\u1d40Q(x \u2212 "
-        "\u03bc), where the rows of Q are an orthonormal basis of that subspace and \u03bc is the mean "
-        "activation: what lies inside becomes its mean, everything else stays, and the blocks above run "
-        "on. The drop is the metric without ablation minus the metric with it; positive means that "
-        "ablation hurts.",
+        "The probe's weight rows span a small subspace of the activations, of rank at most the number of classes minus "
+        "one. Ablating replaces the activation x by x \u2212 Q\u1d40Q(x \u2212 \u03bc), where the rows of Q are an "
+        "orthonormal basis of that subspace and \u03bc is the mean activation: what lies inside becomes its mean, "
+        "everything else stays, and the blocks above run on. The drop is the metric without ablation minus the metric "
+        "with it; positive means that ablation hurts.",
     ),
     "refit": (
         "Refitted probe",
-        "After ablation a new probe is trained on the ablated activations. If it still reads the label "
-        "clearly above the baseline (by more than 2 percentage points), the variable was not removed: "
-        "it is also written in other directions. The ablation is then inconclusive about whether the "
-        "model needs the variable, whether the drop was large or small. Where no probe reads it any more "
-        "the variable was erased; where none could read it before the ablation either, it is absent from "
-        "that layer, and whatever the ablation costs there is not about it.",
+        "After ablation a new probe is trained on the ablated activations. If it still reads the label clearly above "
+        "the baseline (by more than 2 percentage points), the variable was not removed: it is also written in other "
+        "directions. The ablation is then inconclusive about whether the model needs the variable, whether the drop "
+        "was large or small. Where no probe reads it any more the variable was erased; where none could read it before "
+        "the ablation either, it is absent from that layer, and whatever the ablation costs there is not about it.",
     ),
     "random": (
         "Random control",
@@ -75,11 +71,10 @@ TERMS: dict[str, tuple[str, str]] = {
     ),
     "erasure": (
         "Erasure (LEACE, INLP)",
-        "Stronger removal than projecting out the probe. LEACE is the smallest affine edit after which "
-        "the class means are equal, so that no linear probe has a lower loss than a constant guess on "
-        "the data it was fitted on. INLP refits and projects out probes in turn until the refitted "
-        "probe is at the baseline on held-out sequences. The refitted probe shows how far the erasure "
-        "came.",
+        "Stronger removal than projecting out the probe. LEACE is the smallest affine edit after which the class means "
+        "are equal, so that no linear probe has a lower loss than a constant guess on the data it was fitted on. INLP "
+        "refits and projects out probes in turn until the refitted probe is at the baseline on held-out sequences. The "
+        "refitted probe shows how far the erasure came.",
     ),
     "tautological": (
         "Tautological ablations",
@@ -89,10 +84,9 @@ TERMS: dict[str, tuple[str, str]] = {
     ),
     "patching": (
         "Patching (denoising)",
-        "Two inputs differ in one early token, the clean and the corrupted one. The model runs on the "
-        "corrupted input while one activation, at one layer and one position, is replaced by its value "
-        "from the clean run. If the output moves to the clean answer, that activation is sufficient to "
-        "carry the difference.",
+        "Two inputs differ in one early token, the clean and the corrupted one. The model runs on the corrupted input "
+        "while one activation, at one layer and one position, is replaced by its value from the clean run. If the "
+        "output moves to the clean answer, that activation is sufficient to carry the difference.",
     ),
     "recovery": (
         "Recovery",
@@ -103,11 +97,10 @@ TERMS: dict[str, tuple[str, str]] = {
     ),
     "vacuous": (
         "Cells that are 0 or 1 by construction",
-        "Patching the embedding of the edited token makes the two inputs equal, so it recovers exactly "
-        "1. After the last block, only the position that is read reaches the output: patching there "
-        "recovers exactly 1, at any other position exactly 0. Positions before the edited token are "
-        "equal in both runs of a model that reads left to right and recover 0. Evidence is in the cells "
-        "between.",
+        "Patching the embedding of the edited token makes the two inputs equal, so it recovers exactly 1. After the "
+        "last block, only the position that is read reaches the output: patching there recovers exactly 1, at any "
+        "other position exactly 0. Positions before the edited token are equal in both runs of a model that reads left "
+        "to right and recover 0. Evidence is in the cells between.",
     ),
     "selectivity": (
         "Selectivity",
@@ -123,12 +116,11 @@ TERMS: dict[str, tuple[str, str]] = {
     ),
     "profile": (
         "Profile statistics",
-        "The gain of each block is how much it raises the running maximum of the probe's accuracy above "
-        "the baseline, as a share of the whole gain. The centre of mass is where along the blocks the "
-        "gain lies (0 first, 1 last); the concentration is 1 if one block brings all of it and 0 if all "
-        "bring the same. Late, immediate and gradual are said only when the whole interval agrees; "
-        "otherwise the profile is undetermined, and it is not given at all where the model has not "
-        "solved the task.",
+        "The gain of each block is how much it raises the running maximum of the probe's accuracy above the baseline, "
+        "as a share of the whole gain. The centre of mass is where along the blocks the gain lies (0 first, 1 last); "
+        "the concentration is 1 if one block brings all of it and 0 if all bring the same. Late, immediate and gradual "
+        "are said only when the whole interval agrees; otherwise the profile is undetermined, and it is not given at "
+        "all where the model has not solved the task.",
     ),
     "training": (
         "Training",
