@@ -108,12 +108,10 @@ def plot(found: list[dict[str, Any]], path: Path) -> None:
     from plotly.subplots import make_subplots
 
     columns = 3
-    titles = [
-        f"{c['what']}<br>k = {c['exponents'][OURS]:.2f}, {name} {k:.2f}"
-        for c in found
-        for name, k in c["exponents"].items()
-        if name != OURS
-    ]
+    titles = []
+    for c in found:
+        theirs = ", ".join(f"{name} {k:.2f}" for name, k in c["exponents"].items() if name != OURS)
+        titles.append(f"{c['what']}<br>k = {c['exponents'][OURS]:.2f}, {theirs}")
     figure = make_subplots(rows=-(-len(found) // columns), cols=columns, subplot_titles=titles, vertical_spacing=0.25)
     shown = set()
     for i, c in enumerate(found):

@@ -81,15 +81,13 @@ def _readable(found: Profile) -> Section:
     untrained = any(row["control"] == "untrained" for row in found.probes.rows)
     before = " The untrained model shows what was there before training." if untrained else ""
     rows = [{"label": label, "verdict": index.verdict, "why": index.reason} for label, index in found.indices.items()]
+    caption = "Probe accuracy by layer with 95 % intervals over test sequences."
+    chart = Chart(found.probes.plot(), caption, name="readable")
     terms = ["questions", "layers", "probe", "baselines", "interval", "profile"] + ["untrained"] * untrained
     return Section(
         "Readable",
         f"Where can a linear probe read each variable?{before}",
-        [
-            Chart(
-                found.probes.plot(), "Probe accuracy by layer with 95 % intervals over test sequences.", name="readable"
-            )
-        ],
+        [chart],
         [Table("Verdict of each profile, by the bounds of its intervals", rows, open=True)],
         "Readable is not used: these curves alone say nothing about what the model does with the variable.",
         explain=terms,

@@ -183,10 +183,8 @@ def _site_axis(sites: Sequence[object]) -> tuple[list[str], str]:
         # The residual that enters block l is the one after block l - 1.
         shift = kind == "resid_pre"
         named = [str(int(match[1]) - shift) if match else _ENDS[str(site)] for site, match in zip(sites, split)]
-        return list(map(style.layer_name, named)), residual if kind in (
-            "resid_pre",
-            "resid_post",
-        ) else f"block ({kind})"
+        title = residual if kind in ("resid_pre", "resid_post") else f"block ({kind})"
+        return list(map(style.layer_name, named)), title
     if all(isinstance(site, int) for site in sites):
         return list(map(style.layer_name, sites)), residual
     return [site_name(site) for site in sites], "patched at"
@@ -213,23 +211,17 @@ def sites_figure(rows: Sequence[Mapping[str, Any]], mode: str, title: str | None
         some = [r for r in rows if r["recovery"] is not None and (r["expected"] is not None) == forced]
         if not some:
             continue
-        fig.add_scatter(
-            x=[r["recovery"] for r in some],
-            y=[r["site"] for r in some],
-            mode="markers",
-            name=label,
-            marker={
-                "size": 10, "color": style.GREY if forced else style.PALETTE[0],
-                "symbol": "circle-open" if forced else "circle", "line": {"width": 2},
-            },
-            error_x={
-                "type": "data", "symmetric": False,
-                "array": [_reach(r["hi"], r["recovery"]) for r in some],
-                "arrayminus": [_reach(r["recovery"], r["lo"]) for r in some],
-            },
-            hovertext=[_hover(r) for r in some],
-            hoverinfo="text",
-        )  # fmt: skip
+        color, symbol = (style.GREY, "circle-open") if forced else (style.PALETTE[0], "circle")
+        dots = {"size": 10, "color": color, "symbol": symbol, "line": {"width": 2}}
+        bars: dict[str, Any] = {"type": "data", "symmetric": False}
+        bars["array"] = [_reach(r["hi"], r["recovery"]) for r in some]
+        bars["arrayminus"] = [_reach(r["recovery"], r["lo"]) for r in some]
+        at = {
+            "x": [r["recovery"] for r in some],
+            "y": [r["site"] for r in some],
+            "hovertext": [_hover(r) for r in some],
+        }
+        fig.add_scatter(**at, mode="markers", name=label, marker=dots, error_x=bars, hoverinfo="text")
     absent = [r for r in rows if r["recovery"] is None]
     if absent:
         fig.add_scatter(

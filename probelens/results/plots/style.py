@@ -129,11 +129,9 @@ def frame(data: Rows, columns: Iterable[str], caller: str) -> pd.DataFrame:
     for column in columns:
         if column not in df.columns:
             near = nearest(column, map(str, df.columns))
-            raise InputError(
-                f"{caller} needs the column {column!r}; the rows have {', '.join(repr(str(c)) for c in df)}. "
-                + (f"Nearest: {', '.join(map(repr, near))}. " if near else "")
-                + "Rename the column or pass its name."
-            )
+            hint = f"Nearest: {', '.join(map(repr, near))}. " if near else ""
+            have = f"the rows have {', '.join(repr(str(c)) for c in df)}"
+            raise InputError(f"{caller} needs the column {column!r}; {have}. {hint}Rename the column or pass its name.")
     return df.reset_index(drop=True)
 
 
@@ -258,22 +256,12 @@ def add_line(
         text = f"<b>{escape(name)}</b><br>{escape(where)} {escape(place)}<br>{escape(what)} "
         note = f"<br>{escape(notes[i])}" if notes and notes[i] else ""
         hover.append(text + measured(y[i], low[i], high[i], say) + note)
-    fig.add_scatter(
-        x=list(x),
-        y=list(y),
-        mode="lines+markers" if marker else "lines",
-        name=escape(name),
-        line={"color": color, "dash": dash, "width": 2.25 if dash == "solid" else 1.75},
-        marker={"symbol": marker, "size": 8, "color": color} if marker else None,
-        hovertext=hover,
-        hoverinfo="text",
-        connectgaps=False,
-        legend=legend,
-        legendgroup=name,
-        showlegend=not any(trace.legendgroup == name and trace.showlegend for trace in fig.data),
-        row=row,
-        col=1,
-    )
+    line = {"color": color, "dash": dash, "width": 2.25 if dash == "solid" else 1.75}
+    dots = {"symbol": marker, "size": 8, "color": color} if marker else None
+    look = {"mode": "lines+markers" if marker else "lines", "line": line, "marker": dots, "connectgaps": False}
+    first = not any(trace.legendgroup == name and trace.showlegend for trace in fig.data)
+    entry = {"name": escape(name), "legend": legend, "legendgroup": name, "showlegend": first}
+    fig.add_scatter(x=list(x), y=list(y), hovertext=hover, hoverinfo="text", row=row, col=1, **look, **entry)
     spoken = (f"{place}: {measured(v, None, None, say)}" for place, v in zip(at_x, y))
     return f"{name}, {what} by {where}: " + ", ".join(spoken)
 
