@@ -93,12 +93,8 @@ def length_curve(
     Args:
         data: One row per (facet, colour, length): ``length`` an int in tokens, ``y``, ``lo``, ``hi``, baselines,
             ``color`` and ``facet`` as in ``layer_profile``.
-        y: Name of the value column, a fraction of 1 that is shown in per cent.
-        color: Column that separates the lines, for example ``"model"``.
-        facet: Column that separates the panels, for example ``"task"``.
+        y, color, facet, y_label, title: As for ``layer_profile``.
         train_length: Length the models were trained at, in tokens; a dotted vertical line.
-        y_label: Title of the vertical axis, without the unit.
-        title: Shown above the figure.
 
     Returns:
         The figure.
@@ -137,9 +133,8 @@ def training_curve(
             or None where that step logged nothing; ``color`` (optional).
         y: Columns to draw. One whose name contains "acc" is a fraction of 1 shown in per cent from 0 to 100;
             one whose name contains "loss" is in nats on a logarithmic axis.
-        color: Column that separates the lines, for example ``"model"``.
+        color, title: As for ``layer_profile``.
         target: Accuracy at which training stops, a fraction of 1; a dashed line in the accuracy panels.
-        title: Shown above the figure.
 
     Returns:
         The figure; panels are stacked and share the step axis.
