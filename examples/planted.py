@@ -112,8 +112,8 @@ def spread(quiet: dict[int, float]) -> Tensor:
 
 def world(
     variables: dict[str, dict[int, float]], quiet: dict[int, float], read: Callable[[Tensor], Tensor],
-    mixer: Tensor = NOTHING, mlp: Tensor = NOTHING, extra: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda bits: {},
-    alternate: bool = False, turn: bool = True, n: int = 1600,
+    mixer: Tensor = NOTHING, mlp: Tensor = NOTHING, alternate: bool = False, turn: bool = True, n: int = 1600,
+    extra: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda bits: {},
 ) -> World:  # fmt: skip
     """A world of binary variables, each ±amplitude along some axes. Matrices are given on the axes."""
     basis, names = axes() if turn else torch.eye(WIDTH), list(variables)

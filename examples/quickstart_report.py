@@ -41,11 +41,14 @@ def write(store: Store, cells: Sequence[tuple[Mapping[str, Any], Path]], config:
     """Write ``report.html`` into the run folder."""
     found = [
         Cell(
-            about["name"], TrainResult.load(folder / "training.safetensors"), EvalResult.load(folder / "behaviour.safetensors"),
-            pl.Profile.load(folder / "profile.safetensors"), pl.models.n_params(pl.models.load(folder)),
+            about["name"],
+            TrainResult.load(folder / "training.safetensors"),
+            EvalResult.load(folder / "behaviour.safetensors"),
+            pl.Profile.load(folder / "profile.safetensors"),
+            pl.models.n_params(pl.models.load(folder)),
         )
         for about, folder in cells
-    ]  # fmt: skip
+    ]
     names = " and ".join(f"the {cell.name}" for cell in found)
     lead = (
         f"Small language models, {names}, were trained to read sequences of {config.length} brackets of two types, "
@@ -184,7 +187,8 @@ def _needed(cell: Cell, config: Any) -> Section:
     ]
     columns = {
         "layer": "layer", "rank": "rank", "drop": "drop", "drop lo": "lo", "drop hi": "hi", "probe": "probe_accuracy",
-        "refit": "refit_accuracy", "refit MLP": "refit_mlp_accuracy", "baseline": "baseline", "effect": "effect", "verdict": "verdict",
+        "refit": "refit_accuracy", "refit MLP": "refit_mlp_accuracy", "baseline": "baseline", "effect": "effect",
+        "verdict": "verdict",
     }  # fmt: skip
     rows = [
         {"label": label, **{name: row[column] for name, column in columns.items()}}
@@ -215,9 +219,9 @@ def _sufficient(cells: Sequence[Cell]) -> Section:
                 missing.append(f"{cell.name}, {SAYS[name]}: {err}")
                 continue
             caption = (
-                f"{cell.name}: share of the clean-corrupted gap that one patched activation restores, by layer and position; "
-                f"{SAYS[name]} pairs ({PAIRS[name]}); {int(result.correct.sum())} of {len(result.correct)} pairs that both "
-                "runs answer correctly."
+                f"{cell.name}: share of the clean-corrupted gap that one patched activation restores, by layer and "
+                f"position; {SAYS[name]} pairs ({PAIRS[name]}); {int(result.correct.sum())} of {len(result.correct)} pairs "
+                "that both runs answer correctly."
             )
             charts.append(Chart(figure, caption, name=f"sufficient-{cell.name.lower()}-{name}"))
     text = (

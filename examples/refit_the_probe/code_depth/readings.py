@@ -101,7 +101,7 @@ def recalls(guess: Tensor, test: Batch, label: str, n_classes: int) -> tuple[Ten
 
 
 def counted(asked: Tensor) -> Tensor:
-    """The classes that at least ``LEAST`` modules hold; all that occur if fewer than two are: (module, class) -> (class,)"""
+    """The classes that ``LEAST`` modules hold, or all that occur if fewer than two do. (module, class) -> (class,)"""
     held = (asked > 0).sum(0)
     return held >= LEAST if int((held >= LEAST).sum()) > 1 else held > 0
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import probelens as pl
 from probelens.examples.refit_the_probe.pretrained.words import InVocabulary
-from probelens.examples.refit_the_probe.shared.measuring import BATCH, Cell, kept, measure, shown, trained_rows
+from probelens.examples.refit_the_probe.shared.measuring import BATCH, Cell, measure, saved_as, shown, trained_rows
 from probelens.examples.refit_the_probe.shared.models import identified, is_mamba, load_pretrained, mixed, untrained
 from probelens.examples.refit_the_probe.shared.setup import LABELS, PROBED, TASKS, TITLES, make_task
 from probelens.experiments import RunRecord, Status
@@ -124,7 +124,7 @@ class PretrainedCell(Cell):
         """The same architecture at its random initialisation."""
         return untrained(self.model, self.seed + 1000)
 
-    @kept("probes_before", pl.ProbeResult)
+    @saved_as("probes_before", pl.ProbeResult)
     def before(self) -> pl.ProbeResult:
         """Probes by layer of the pretrained model, before it was fine-tuned."""
         fit = self.data["probe"]

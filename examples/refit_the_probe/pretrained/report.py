@@ -72,7 +72,7 @@ def layers(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def claims(rows: pd.DataFrame) -> list[Claim]:
-    """Claims 8 to 10 of the paper's first version and A to C of its second, and ours: also where no cell has learned its task."""
+    """Claims 8 to 10 of the paper's first version and A to C of its second, and ours; "not run" where no cell learned."""
     learned = learned_only(rows, CELL, LEARNED)
     at = layers(learned) if "ablation" in set(learned["kind"]) else pd.DataFrame()
     return [
@@ -101,7 +101,8 @@ def _dyck(at: pd.DataFrame) -> list[Claim]:
     ]
     return [
         Claim(
-            "8. Pythia-160M on Dyck: the best direction of a middle layer costs most of the accuracy", "≈ 81 % at L6 and L7",
+            "8. Pythia-160M on Dyck: the best direction of a middle layer costs most of the accuracy",
+            "≈ 81 % at L6 and L7",
             "; ".join(f"{_who(r)}: {r.drop:.1%} at L{r.damaging_layer} of {r.n_layers}" for r in found) or "not run",
             "; ".join(_range(r.drop_lo, r.drop_hi) for r in found), every(middle),
         ),

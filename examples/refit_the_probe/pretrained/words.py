@@ -28,8 +28,8 @@ class InVocabulary(Task):
     a, b, c, … in their order, as the elements of S3 are. The classes of the target are written A, B, C, … in their
     order. Where the task has BOS, it is the tokenizer's BOS, or its EOS where it has none, as in Pythia.
 
-    The labels are the task's, to be probed and erased, and the target ``answer``: the token the model is to answer with.
-    ``symbols`` and ``answers`` say how each symbol and each class is written. An InputError says what can't be written.
+    The labels are the task's, to be probed and erased, and the target ``answer``: the token that the model is to answer
+    with. ``symbols`` and ``answers`` say how each is written. An InputError says what can't be written.
     """
 
     def __init__(self, task: Task, tokenizer: Any) -> None:
@@ -85,7 +85,7 @@ class InVocabulary(Task):
         return self.task.n_strings(length)
 
     def pairs(self, n: int, length: int = 40, seed: int = 0, *, label: str | None = None, **options: Any) -> PatchPairs:
-        """The task's pairs, with tokens and answers in this vocabulary; only its target, whose classes the answers are, may be ``label``."""
+        """The task's pairs, with tokens and answers in this vocabulary; ``label`` may only be the task's target."""
         if label not in (None, ANSWER, self.task.target):
             raise pl.InputError(f"the model answers {self.task.target!r}; pairs can't be read by {label!r}")
         found = self.task.pairs(n, length, seed, label=self.task.target, **options)

@@ -14,8 +14,9 @@ END = "<|endoftext|>"
 
 
 def make_tokenizer(texts: Iterable[str], size: int) -> Any:
-    """A byte-level BPE tokenizer, GPT-2's kind, of ``size`` tokens: every byte, `END`, which is BOS and EOS at once, and what
-    is learned from the texts.
+    """A byte-level BPE tokenizer, GPT-2's kind, of ``size`` tokens, learned from texts.
+
+    Every byte is a token, and so is `END`, which is BOS and EOS at once; fewer than 257 tokens are an InputError.
     """
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

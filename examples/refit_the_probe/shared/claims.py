@@ -75,8 +75,8 @@ def recovered(found: pd.DataFrame) -> list[bool | None]:
 def combined(parts: Sequence[tuple[float, float, float]], weights: Sequence[float]) -> tuple[float, float, float]:
     """Weighted sum of independent estimates, each (value, lo, hi), with its interval from theirs.
 
-    Source: Zou and Donner 2008, Statistics in Medicine 27 (MOVER): each side takes the distances to the limits that push the
-    sum to that side.
+    Source: Zou and Donner 2008, Statistics in Medicine 27 (MOVER): each side takes the distances to the limits that
+    push the sum to that side.
     """
     pairs = list(zip(weights, parts, strict=True))
     value = sum(w * p[0] for w, p in pairs)

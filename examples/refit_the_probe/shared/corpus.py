@@ -21,6 +21,6 @@ def held_out(module: str) -> bool:
 
 
 def functions(corpus: Any = "stdlib", max_chars: int = 4000) -> list[tuple[str, str]]:
-    """Module (or repository) and text of every function of a corpus, as ``CodeDepth`` takes it; each text once, in order."""
+    """Module (or repository) and text of each function of a corpus as ``CodeDepth`` takes it, in order, no text twice."""
     found = _corpus.load(corpus, 80, max_chars)
     return [(found.names[group], code) for group, code in zip(found.groups, found.codes, strict=True)]

@@ -31,8 +31,8 @@ SPANS = ("all", "late")
 BATCH = 100
 
 
-def kept(name: str, kind: type[R]) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Let a method of ``Cell`` read its result from the cell's folder; ``name`` is filled in with its arguments."""
+def saved_as(name: str, kind: type[R]) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Make a method of ``Cell`` read its result from the cell's folder, or save it there, as ``name`` of its arguments."""
 
     def decorate(compute: Callable[..., R]) -> Callable[..., R]:
         @functools.wraps(compute)
@@ -69,7 +69,7 @@ class Cell:
         """The same architecture at another random initialisation."""
         return build(self.config, self.task, self.seed + 1000)
 
-    @kept("probes_{}", pl.ProbeResult)
+    @saved_as("probes_{}", pl.ProbeResult)
     def read(self, span: str) -> pl.ProbeResult:
         """Probes by layer beside their baselines, on all positions or on late ones only."""
         fit = self.data["probe"]
@@ -91,7 +91,7 @@ class Cell:
         solved = self.behaviour().accuracy(self.length, "late")
         return profile_indices(found.sequences(label)[None], baseline, solved=solved, seed=self.seed)
 
-    @kept("behaviour", EvalResult)
+    @saved_as("behaviour", EvalResult)
     def behaviour(self) -> EvalResult:
         """Accuracy of the model's answers by length."""
         lengths = tuple(dict.fromkeys((self.length, *self.config["lengths"])))
@@ -100,7 +100,7 @@ class Cell:
             seed=self.seed, backend="reference" if self.config["arch"] in ("mamba", "mamba2") else None,
         )  # fmt: skip
 
-    @kept("{1}_{0}", pl.AblationResult)
+    @saved_as("{1}_{0}", pl.AblationResult)
     def ablation(self, label: str, what: str) -> pl.AblationResult:
         """The best probe direction, or all rows of the probe, taken out at each layer."""
         return pl.ablate(
@@ -112,24 +112,26 @@ class Cell:
         """Subspaces of the probe by site: its first direction, or its whole row space."""
         return probe_rows(self.read("all"), label, rank=1 if what == "direction" else None)
 
-    @kept("{1}_{0}", ErasureResult)
+    @saved_as("{1}_{0}", ErasureResult)
     def erased(self, label: str, method: Any) -> ErasureResult:
         """LEACE or INLP at every layer."""
         fit = self.data["leace"]
         return pl.erase(
-            self.model, fit if method == "leace" else fit[: self.config["n_inlp"]], self.data["held"], label=label, target=self.task.target,
-            method=method, controls=self.config["controls"], kinds=self.kinds, batch_size=BATCH, seed=self.seed,
+            self.model, fit if method == "leace" else fit[: self.config["n_inlp"]], self.data["held"], label=label,
+            target=self.task.target, method=method, controls=self.config["controls"], kinds=self.kinds, batch_size=BATCH,
+            seed=self.seed,
         )  # fmt: skip
 
-    @kept("dose_{}", pl.DoseResult)
+    @saved_as("dose_{}", pl.DoseResult)
     def dose(self, label: str, ranks: Sequence[int]) -> pl.DoseResult:
         """The first directions of INLP, a few and more, beside random subspaces of as many."""
         return pl.dose_response(
             self.model, self.data["held"], self.erased(label, "inlp").subspaces, ranks, refit=False, label=label,
-            controls=self.config["controls"], target=self.task.target, kinds=("random",), batch_size=BATCH, seed=self.seed,
+            controls=self.config["controls"], target=self.task.target, kinds=("random",), batch_size=BATCH,
+            seed=self.seed,
         )  # fmt: skip
 
-    @kept("length_{1}_{0}", pl.LengthTransfer)
+    @saved_as("length_{1}_{0}", pl.LengthTransfer)
     def transfer(self, label: str, what: str) -> pl.LengthTransfer:
         """What the subspaces, frozen at the trained length, cost at longer ones."""
         spaces = self.erased(label, what).subspaces if what == "leace" else self.spaces(label, what)
@@ -139,13 +141,13 @@ class Cell:
             kinds=("random", "random_matched"), exclude=self.data, batch_size=BATCH, seed=self.seed,
         )  # fmt: skip
 
-    @kept("sites_{}", PatchSitesResult)
+    @saved_as("sites_{}", PatchSitesResult)
     def sites(self, name: str) -> PatchSitesResult:
         """Every reading of "patch a middle position at the final layer"."""
         pairs = self.task.pairs(self.config["n_pairs"], self.length, self.seed, **PAIRS[self.config["task"]][name])
         return pl.patch_sites(self.model, pairs, batch_size=BATCH, seed=self.seed)
 
-    @kept("convolution", pl.ComponentResult)
+    @saved_as("convolution", pl.ComponentResult)
     def convolution(self) -> pl.ComponentResult:
         """The short convolution taken away from the trained model, in each sense of it."""
         held, target = self.data["held"], self.task.target

@@ -30,8 +30,8 @@ def mixed(
 ) -> Callable[[], AbstractContextManager[Any]]:
     """The context to train in, as ``train`` takes it.
 
-    bf16 is autocast: weights and optimizer stay in float32. Checkpointing recomputes activations in the backward pass, of
-    transformers' models only.
+    bf16 is autocast: weights and optimizer stay in float32. Checkpointing recomputes activations in the backward pass,
+    of transformers' models only.
     """
 
     @contextlib.contextmanager
@@ -81,7 +81,8 @@ def load_pretrained(config: Mapping[str, Any]) -> pl.HookedModel:
 
 
 def identified(name: str) -> dict[str, str]:
-    """A cell's settings that say which model it is about; a folder's path is absolute, for workers that start elsewhere."""
+    """The settings of a cell that say which model it is about."""
+    # Absolute, since a worker of a cluster starts in another folder.
     place = str(Path(name).absolute()) if Path(name).is_dir() else name
     return {"model": place, "weights": identity(place)}
 

@@ -18,8 +18,8 @@ MEASURED = ("probe", "ablation", "dose", "length", "site", "convolution")
 def learned_only(rows: pd.DataFrame, by: Sequence[str], least: float = LEARNED) -> pd.DataFrame:
     """Rows without what was measured on models that did not learn; how they trained and answered stays.
 
-    ``by`` are the columns that tell one model from another, ``least`` the accuracy that counts as learned: at the shortest
-    length, beyond the 20th position where that is known. A model without a row on its answers is taken to have learned.
+    ``by`` are the columns that tell one model from another, ``least`` the accuracy that counts as learned: at the
+    shortest length, beyond the 20th position where that is known. A model without a row on its answers has learned.
     """
     answers = rows[rows["kind"] == "behaviour"]
     if answers.empty or "span" not in answers:
@@ -57,8 +57,8 @@ def of_learned(answers: pd.DataFrame) -> pd.DataFrame:
 def merged(paths: Sequence[Path], by: Sequence[str]) -> pd.DataFrame:
     """The rows of several runs together; a model that two of them have is the later one's.
 
-    ``by`` are the columns that tell one model from another. A StoreError says that a file isn't there, is damaged, or lacks
-    one of them.
+    ``by`` are the columns that tell one model from another. A StoreError says that a file isn't there, is damaged, or
+    lacks one of them.
     """
     kept: dict[Any, pd.DataFrame] = {}
     for path in paths:
