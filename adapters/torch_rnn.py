@@ -188,21 +188,10 @@ class TorchRNN(Adapter):
             return
         native = rnn.forward
 
-        class Stop(NullTap):
-            def __call__(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
-                if name == f"{j}.hook_in" and threading.get_ident() == thread:
-                    raise StopForward(tensor)
-                return tensor
-
-            def wants(self, name: str) -> bool:
-                return name == f"{j}.hook_in"
-
-        stop = Stop()
-
         def forward(input: Any, hx: Any = None) -> Any:
             if threading.get_ident() != thread:
                 return native(input, hx)
-            return rnn_forward(rnn, input, hx, _Both(getattr(native, "tap", None), stop))
+            return rnn_forward(rnn, input, hx, _StopAt(f"{j}.hook_in", getattr(native, "tap", None)))
 
         with swapped_forward(rnn, forward):
             yield
@@ -245,24 +234,21 @@ class TorchRNN(Adapter):
             yield
 
 
-class _Both(NullTap):
-    """The hooks' tap followed by one of our own."""
+class _StopAt:
+    """The hooks' tap, if there is one, and after it the end of the forward at one point."""
 
-    def __init__(self, first: Any, second: Any) -> None:
-        self.first, self.second = first or NullTap(), second
+    def __init__(self, name: str, tap: Tap | None) -> None:
+        self.name, self.tap = name, tap or NullTap()
+        self.edits, self.positions = self.tap.edits, self.tap.positions
 
     def __call__(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
-        return self.second(name, self.first(name, tensor, pos, length), pos, length)
+        tensor = self.tap(name, tensor, pos, length)
+        if name == self.name:
+            raise StopForward(tensor)
+        return tensor
 
     def wants(self, name: str) -> bool:
-        return bool(self.first.wants(name) or self.second.wants(name))
-
-    def edits(self, name: str) -> bool:
-        return bool(self.first.edits(name) or self.second.edits(name))
-
-    def positions(self, name: str, length: int | None = None) -> list[int] | None:
-        first, second = self.first.positions(name, length), self.second.positions(name, length)
-        return None if first is None or second is None else sorted({*first, *second})
+        return name == self.name or self.tap.wants(name)
 
 
 def _position_first(rnn: nn.RNNBase, x: Tensor | PackedSequence) -> Tensor:

@@ -187,9 +187,7 @@ class HookPoint:
         """``model.add_hook`` at this point.
 
         Args:
-            hook: fn(tensor, hook) returning a tensor, or None for no change.
-            dir: "fwd" or "bwd".
-            is_permanent: Stay also through ``reset_hooks()``.
+            Those of ``HookedModel.add_hook``, without ``name``.
         """
         self._model().add_hook(self, hook, dir, is_permanent)
 

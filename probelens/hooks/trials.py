@@ -72,7 +72,7 @@ def _parts(module: nn.Module) -> tuple[tuple[Any, ...], list[Any]]:
     key: list[Any] = []
     parts: list[Any] = []
     seen: set[int] = set()
-    classes: dict[type, None] = {}
+    classes: dict[type[nn.Module], None] = {}
     configs: dict[int, Any] = {}
     waiting: list[nn.Module | None] = [module]
     while waiting:
@@ -80,8 +80,8 @@ def _parts(module: nn.Module) -> tuple[tuple[Any, ...], list[Any]]:
         if each is None or id(each) in seen:
             continue
         seen.add(id(each))
-        kept, kind = each.__dict__, type(each)
-        classes[kind] = None
+        kept = each.__dict__
+        classes[type(each)] = None
         parts.append(each)
         key.append(id(each))
         for name, value in kept.items():
@@ -142,11 +142,10 @@ def remembered(owner: Any, module: nn.Module, question: Hashable, trial: Callabl
     The owner, a wrapped model or a module, is referred to weakly, and a copy of it starts anew. The answer is not None
     and must not refer to the owner. An ``Untried`` of the trial is not remembered.
     """
-    found: Answer | None = recall(owner, module, question)
-    if found is not None:
-        return found
-    answer = trial()
-    remember(owner, module, question, answer)
+    answer: Answer | None = recall(owner, module, question)
+    if answer is None:
+        answer = trial()
+        remember(owner, module, question, answer)
     return answer
 
 
