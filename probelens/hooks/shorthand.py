@@ -99,7 +99,7 @@ class NameTable:
             names.update(dict.fromkeys(found))
             every = every and explicit
         if not names:
-            raise UnknownHookError("the list of names is empty. Give None for every hook point")
+            raise UnknownHookError("an empty list names no hook point. Give at least one name, or None for every hook point")
         return list(names), every
 
     def _text(self, text: str) -> tuple[list[str], bool]:

@@ -59,7 +59,7 @@ def test_a_point_that_was_only_not_cached_is_not_said_to_be_absent(models: Any) 
 def test_globs_of_attention_and_mlp_say_why_they_fit_nothing(models: Any, glob: str) -> None:
     assert len(models["neox-sequential"].run_with_cache(X, glob)[1]) >= 3
     for family, why in WHY.items():
-        for ask in (models[family].match, lambda g: pl.collect(models[family], X, g)):  # noqa: B023
+        for ask in (models[family].points.match, lambda g: pl.collect(models[family], X, g)):  # noqa: B023
             with pytest.raises(pl.UnknownHookError, match=why):
                 ask(glob)
 
@@ -139,7 +139,7 @@ EMPTY_CALLS: dict[str, tuple[Call, str]] = {
     "ablate no subspace": (lambda m: pl.ablate(m, BATCH, {}, label="state"), "subspace"),
     "ablate no example": (lambda m: pl.ablate(m, EMPTY, spaces(m), label="state"), "sequences|example|batch"),
     "ablate all masked": (lambda m: pl.ablate(m, MASKED, spaces(m), label="state", controls=2), "mask|position"),
-    "component none": (lambda m: pl.ablate_component(m, BATCH, [], target="state"), "site|component"),
+    "component none": (lambda m: pl.ablate_component(m, BATCH, [], target="state"), "empty list"),
     "component all masked": (lambda m: pl.ablate_component(m, MASKED, [RESID], ["zero"], target="state"), "no position"),
     "patch no pair": (lambda m: pl.patch(m, NO_PAIRS, [RESID]), "pair"),
     "plan no pair": (lambda m: pl.patch_plan(m, NO_PAIRS, [RESID]), "pair"),
