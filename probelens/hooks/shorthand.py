@@ -99,7 +99,9 @@ class NameTable:
             names.update(dict.fromkeys(found))
             every = every and explicit
         if not names:
-            raise UnknownHookError("an empty list names no hook point. Give at least one name, or None for every hook point")
+            raise UnknownHookError(
+                "an empty list names no hook point. Give at least one name, or None for every hook point"
+            )
         return list(names), every
 
     def _text(self, text: str) -> tuple[list[str], bool]:

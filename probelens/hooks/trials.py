@@ -170,12 +170,15 @@ def remember(owner: Any, module: nn.Module, question: Hashable, answer: Any) -> 
 # -- one comparison ----------------------------------------------------------------------------------
 
 
-def agree(found: Tensor, expected: Tensor, dtype: torch.dtype | None = None, *, bits: int = 10) -> bool:
+def agree(
+    found: Tensor, expected: Tensor, dtype: torch.dtype | None = None, *, bits: int = 10, half: bool = True
+) -> bool:
     """Whether two results of one computation differ by rounding only.
 
     Rounding may take ``bits`` of the precision of the coarsest dtype, at most 5% of the largest value; ``dtype`` is the
-    one in which the model computes, if it isn't the results' own. False also for another shape, and where nothing
-    finite can be compared.
+    one in which the model computes, if it isn't the results' own. Without ``half`` the precision is float32 whatever
+    the model computes in: for runs that stand for one another. False also for another shape, and where nothing finite
+    can be compared.
     """
     if found.shape != expected.shape or not expected.numel():
         return False
@@ -184,7 +187,7 @@ def agree(found: Tensor, expected: Tensor, dtype: torch.dtype | None = None, *, 
     if not bool(different.any()):
         return bool(torch.isfinite(expected).any())
     rounding = torch.finfo(torch.float32).eps
-    for kind in (found.dtype, expected.dtype, dtype, _autocast(expected.device.type)):
+    for kind in (found.dtype, expected.dtype, dtype, _autocast(expected.device.type)) if half else ():
         if kind is not None and kind.is_floating_point:
             rounding = max(rounding, torch.finfo(kind).eps)
     if expected.device.type == "cuda":
@@ -300,7 +303,7 @@ def faster_forwards_agree(model: Wrapped, paths: list[str]) -> bool:
             call = model.prepare(random_tokens(model, length=9))
             own = run_alone(model, call)
             with model.switchboard.instrumented(paths):
-                return agree(run_alone(model, call), own, model.cfg.dtype)
+                return agree(run_alone(model, call), own, half=False)
         except (Untried, InputError):  # an instrumented forward may refuse its module
             return False
 

@@ -241,10 +241,10 @@ class Resume(Strategy):
         reason: Exception | None = None
         try:
             own = model(self.work.tokens[rows], stop_at_layer=self.n)
-            right = agree(final, own, bits=6)
+            right = agree(final, own, bits=6, half=False)
             if right and layer < self.n:
                 again = self.resumer.tail(entering[layer][:, pos:].clone(), layer, pos, self.n)
-                right = agree(again, own[:, pos:], bits=6)
+                right = agree(again, own[:, pos:], bits=6, half=False)
         except Exception as err:
             right, reason = False, err
         if not right:
