@@ -40,7 +40,8 @@ def test_what_is_used_is_erased_to_chance_and_costs_every_answer(spare: World, m
     assert row["refit_accuracy"] <= row["baseline"] + 0.02
     assert row["probe_accuracy"] == 1.0
     assert row["damage"] > 0.9
-    assert row["effect_lo"] > 0.8
+    assert row["effect"] > 0.8
+    assert row["effect_lo"] > 0.5
     assert row["effect_p"] == pytest.approx(1 / 21)
     assert row["verdict"] == "erased"
     assert (row["method"], row["n_fit"]) == (method, len(spare.fit))
@@ -56,7 +57,8 @@ def test_what_is_not_used_is_erased_at_no_cost() -> None:
     got = pl.erase(made.model, made.fit, made.held, label="z", target="y", sites=SITE, controls=5)
     assert got.at_chance()
     assert got.rows[0]["drop"] == 0.0
-    assert got.rows[0]["effect_hi"] < 0.05
+    assert got.rows[0]["effect"] < 0.05
+    assert got.rows[0]["effect_lo"] < 0 < got.rows[0]["effect_hi"]
     assert (got.label, got.ablation.target) == ("z", "y")
 
 
