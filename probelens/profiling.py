@@ -117,7 +117,9 @@ class Profile(Result):
 
     def findings(self) -> list[str]:
         """What the model knows, and for each label where it is read, what it costs to remove and where it is put in."""
-        known = f"{percent(self.behaviour['all'])} ({percent(self.behaviour['late'])} after position {WARM_UP})"
+        known = percent(self.behaviour["all"])
+        if self.length + self.task.get("bos", False) > WARM_UP + 1:  # some positions are later
+            known += f" ({percent(self.behaviour['late'])} after position {WARM_UP})"
         lines = [f"{self.model} on {self.task.get('task', 'a task')} of length {self.length}, own accuracy {known}."]
         read = self.probes.findings()[1:]
         for label, found in self.indices.items():

@@ -153,8 +153,8 @@ def ablate_component(
     Raises:
         UnknownHookError: A site that the model doesn't have.
         InputError: An unknown ``how``, heads at a site without them, a site whose first axes aren't
-            (batch, pos), a single example to resample from, no example that is long enough, or for "mean" none
-            that is real at a position of the batch.
+            (batch, pos), a single example to resample from, no example that is long enough, or for "mean": a
+            position of the batch where every source example is padding.
 
     Source:
         Heimersheim and Nanda 2024, arXiv 2404.15255, section 3 (zero, mean, resample).
@@ -283,7 +283,7 @@ def position_means(acts: Tensor, mask: Tensor, wanted: Tensor) -> Tensor:
 
 @exact
 def donor_rows(batch: Any, source: Any, seed: int) -> Tensor:
-    """For each example another one of ``source`` with a real token wherever it has one. (example,)"""
+    """For each example, the index of another example of ``source`` that is not padded where this one isn't. (example,)"""
     gen = torch.Generator().manual_seed(seed)
     # Counts positions that the receiver has and the donor lacks.
     lacking = batch.mask.float() @ (~source.mask).float().T

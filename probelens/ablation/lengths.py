@@ -75,11 +75,13 @@ class LengthTransfer(Rows):
             said = []
             for row in targets:
                 if (row["site"], row["length"]) == (worst["site"], length) and row["span"] in where:
-                    found = "no room to drop" if row["floor"] else fixed(row["damage"])
-                    if row["effect"] is not None and not row["floor"]:
-                        found += f" ({fixed(row['effect'])} more than random subspaces)"
-                    said.append(f"{found} {where[row['span']]}")
-            lines.append(f"  length {length}: {', '.join(said)}")
+                    at = where[row["span"]]
+                    if row["floor"]:
+                        said.append(f"{at}, the model is near chance, so damage can't be measured")
+                        continue
+                    more = "" if row["effect"] is None else f" ({fixed(row['effect'])} more than random subspaces)"
+                    said.append(f"{fixed(row['damage'])}{more} {at}")
+            lines.append(f"  length {length}: {'; '.join(said)}")
         return lines
 
     def plot(self) -> go.Figure:

@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Run rows, print and keep what came out; 1 if a row's results differ, otherwise 0."""
+    """Run the benchmarks, print the results and save them; 1 if the results of a row differ, otherwise 0."""
     if args.repeats < 1:
         raise InputError(f"--repeats {args.repeats}: at least 1 is needed")
     with _single_thread(), warnings.catch_warnings():

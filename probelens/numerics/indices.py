@@ -95,7 +95,7 @@ def profile_statistics(accuracy: ArrayLike | Tensor, baseline: ArrayLike | Tenso
 
     Raises:
         ShapeError: Fewer than two blocks.
-        InputError: A baseline of 1 or more, or accuracies that aren't.
+        InputError: A baseline of 1 or more, or values that are not accuracies.
 
     Examples:
         >>> step = profile_statistics([0.5, 0.5, 0.5, 0.5, 1.0], 0.5)
@@ -195,8 +195,8 @@ def profile_indices(
     }
     if not kept:
         reason = (
-            f"no seed both solved the task (accuracy {_span(score)}, needed {SOLVED}) and "
-            f"ends readable (R {_span(ends)}, needed {READABLE})"
+            f"no seed solved the task (accuracy {_span(score)}, needed {SOLVED}) and "
+            f"has the variable readable at the last block (R {_span(ends)}, needed {READABLE})"
         )
         return ProfileIndices(verdict="not learned", reason=reason, statistics=None, **shared)
     found = hierarchical_bootstrap(

@@ -297,7 +297,7 @@ def ratio_of_means(
     top, bottom = by_seed(numerator, seeds), by_seed(denominator, seeds)
     if [len(x) for x in top] != [len(x) for x in bottom]:
         shapes = " and ".join(str([x.shape for x in side]) for side in (top, bottom))
-        raise ShapeError(f"numerator and denominator must pair, got {shapes}")
+        raise ShapeError(f"numerator and denominator must have the same shape, got {shapes}")
     inner, outer = bottom[0].shape[1:], top[0].shape[1:]
     if inner != outer[: len(inner)]:
         raise ShapeError(f"features {outer} of the numerator don't begin with {inner} of the denominator")

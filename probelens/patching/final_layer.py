@@ -135,15 +135,15 @@ class PatchSitesResult(Rows):
         wrong = [
             f"{row['site']} is {row['recovery']:.3f}, not {row['expected']:g}" for row in forced if not row["holds"]
         ]
-        holds = listed(row["site"] for row in forced)
+        holds = ", ".join(row["site"] for row in forced)
         free = [row for row in self.rows if row["holds"] is None and row["recovery"] is not None]
         free.sort(key=lambda row: -row["recovery"])
         absent = [row["site"] for row in self.rows if row["recovery"] is None]
         what = "recovers" if self.mode == "denoise" else "removes"
         lines = [
             f"{self.metric} on {count(self.values.shape[-1], 'pair')}, patched at m and read at m or T ({self.mode}).",
-            f"What the architecture forces {f'does not come out: {listed(wrong)}' if wrong else f'holds at {holds}'}."
-            if forced else "",
+            f"Of the values that the architecture fixes, {listed(wrong)}." if wrong else
+            f"The values that the architecture fixes came out as they must ({holds})." if forced else "",
             *(
                 f"{row['site']} {what} {fixed(row['recovery'])}{between(row['lo'], row['hi'], fixed)}: {row['description']}"
                 for row in free

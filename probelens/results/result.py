@@ -121,8 +121,10 @@ class Result:
             tensors, metadata = read_tensors(path)
         except StoreError as err:
             again = " If it belongs to a run, remove that cell's folder and give the same command again."
-            give = f"Give a file written by {cls.__name__}.save().{again if os.path.exists(path) else ''}"
-            raise StoreError(f"no {cls.__name__} there: {err}. {give}") from err
+            why = str(err).removeprefix(f"can't read {str(path)!r}: ").rstrip(".")
+            raise StoreError(
+                f"{str(path)!r} is not a file of {cls.__name__}.save(): {why}.{again if os.path.exists(path) else ''}"
+            ) from err
         if (header := metadata.get(_KEY)) is None:
             raise StoreError(
                 f"{str(path)!r} is a safetensors file but not a probelens result. "

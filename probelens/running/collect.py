@@ -70,7 +70,7 @@ class Activations(Result):
             return self.tensors[NameTable(self.tensors, self.aliases).one(name)]
         except UnknownHookError as err:
             listed = ", ".join(map(repr, self.names[:5])) + ", …" * (len(self.names) > 5)
-            raise UnknownHookError(f"{err}. Other sites than these were not collected: {listed}") from None
+            raise UnknownHookError(f"{err}. Collected were: {listed}") from None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

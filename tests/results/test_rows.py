@@ -231,7 +231,8 @@ def test_length_transfer_says_the_damage_up_to_the_trained_length_and_beyond() -
     ]
     assert pl.LengthTransfer(rows, "state", "state", 40).findings()[1:] == [
         "  length 40: 0.50 (0.25 more than random subspaces) up to position 40",
-        "  length 80: 0.50 (0.25 more than random subspaces) up to position 40, no room to drop beyond",
+        "  length 80: 0.50 (0.25 more than random subspaces) up to position 40; beyond, the model is near chance, so damage "
+        "can't be measured",
     ]
 
 
@@ -267,7 +268,9 @@ def test_sites_of_the_final_layer_say_what_is_forced_and_the_recovery_of_the_res
     some = torch.zeros(3, 5)
     found = pl.PatchSitesResult(rows, some, some, some, some, some, some, some).findings()
     assert found[1:] == [
-        "What the architecture forces " + ("holds at A." if holds else "does not come out: A is 0.900, not 1."),
+        "The values that the architecture fixes came out as they must (A)."
+        if holds
+        else "Of the values that the architecture fixes, A is 0.900, not 1.",
         "D recovers 0.25 [0.20, 0.30]: text",
         "Not measured: H; the column why has the reasons.",
     ]
@@ -315,3 +318,16 @@ def test_printing_shows_at_most_twelve_lines_and_never_fails() -> None:
     # Rows of a caller's own making, without what the sentences are about: its fields, as any other result.
     for bare in ([], [{"name": "x"}]):
         assert repr(EvalResult("parity", 40, bare)).startswith("EvalResult(task='parity'")
+
+
+def test_a_profile_speaks_of_late_positions_only_where_there_are_some() -> None:
+    probes = pl.ProbeResult([], {}, {}, {}, {}, {}, {})
+    said = [
+        pl.Profile(
+            probes, {}, {}, {}, {"all": 0.9, "late": 0.8}, {}, {"task": "Parity", "bos": bos}, n, "RNNLM"
+        ).findings()[0]
+        for n, bos in ((20, True), (21, False), (21, True))
+    ]
+    assert [line.rpartition("own ")[2] for line in said] == [
+        "accuracy 90.0 %.", "accuracy 90.0 %.", "accuracy 90.0 % (80.0 % after position 20).",
+    ]  # fmt: skip

@@ -246,7 +246,7 @@ def test_activations_survive_the_disk(model: pl.HookedModel, tmp_path: Path) -> 
     assert all(torch.equal(back[s], acts[s]) for s in acts)
     assert torch.equal(back.mask, acts.mask)
     assert set(acts.to_dataframe()["layer"]) == {-1, 0, 1, 2}
-    with pytest.raises(pl.UnknownHookError, match="not collected"):
+    with pytest.raises(pl.UnknownHookError, match="Collected were"):
         acts["hook_embed"]
 
 

@@ -1,7 +1,7 @@
 """One self-contained HTML page for a run: what was measured on what, the figures, their data, how to reproduce.
 
-The page opens from disk, asks the network for nothing, and its content security policy lets nothing but its own two
-scripts run. Every text given here is shown as it is, never read as markup; `backticks` make code.
+The page opens from disk, asks the network for nothing, and its content security policy allows only its own two
+scripts. Every text given here is shown as it is, never read as markup; `backticks` make code.
 """
 
 from __future__ import annotations
