@@ -1,4 +1,7 @@
-"""One model, its hook points, and the hooks on them."""
+"""One model, its hook points, and the hooks on them.
+
+Public as ``pl.wrap``, ``pl.HookedModel``, ``pl.HookPoint``, ``pl.at``, ``pl.ActivationCache``, ``pl.Adapter`` and ``pl.edits``.
+"""
 
 import lazy_loader
 

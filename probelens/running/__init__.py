@@ -1,1 +1,4 @@
-"""Many runs of one model: collecting activations, sweeping interventions."""
+"""Many runs of one model: collecting activations, sweeping interventions.
+
+Public as ``pl.collect``. Every primitive that intervenes describes its conditions and leaves them to ``sweep``.
+"""

@@ -1,1 +1,1 @@
-"""The one engine that runs interventions."""
+"""The one engine that runs interventions: ``plan`` chooses one of the strategies ``Full``, ``Skip`` and ``Resume``."""
