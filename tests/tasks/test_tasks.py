@@ -136,6 +136,8 @@ TASKS: list[tuple[Task, Oracle]] = [
     (FlipFlop(), flip_flop_oracle),
     (FlipFlop(ignore=0.1, target="recall", bos=True), flip_flop_oracle),
 ]
+# A task of the library counts its strings; any other may answer None.
+COUNTED = (Parity, GroupWords, Dyck, Counter, FlipFlop)
 EACH = pytest.mark.parametrize(("task", "oracle"), TASKS, ids=[repr(task) for task, _ in TASKS])
 
 
@@ -191,7 +193,8 @@ def test_all_strings_the_oracle_allows_are_counted_and_no_other(task: Task, orac
             allowed.append(True)
         except ValueError:
             allowed.append(False)
-    assert task.n_strings(length) == sum(allowed)
+    counted = task.n_strings(length)
+    assert counted == sum(allowed) or (counted is None and not isinstance(task, COUNTED))
     assert task.legal(tokens).tolist() == allowed
     if not all(allowed):
         with pytest.raises(InputError):
@@ -311,7 +314,7 @@ def test_a_stream_never_yields_a_held_out_string_and_resumes_at_any_step(task: T
         return [[tuple(row) for row in next(stream).tokens.tolist()] for _ in range(steps)]
 
     free = strings(task.stream(300, length=6, seed=1), 8)
-    if task.n_strings(6) < 2000:
+    if (counted := task.n_strings(6)) is not None and counted < 2000:
         assert forbidden.intersection(*[set().union(*free)]), "control: they do come up when nothing is excluded"
     clean = strings(task.stream(300, length=6, seed=1, exclude=held_out), 8)
     assert not forbidden & set().union(*clean)
