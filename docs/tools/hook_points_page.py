@@ -31,10 +31,16 @@ nothing, noise must change the output, and nothing may be left behind.
 
 ## How to name them
 
-Everywhere alike: `names_filter=` of `run_with_cache`, the hooks of `run_with_hooks`, `hooks` and `add_hook`, `sites=` of
-`collect`, `patch`, `attribute`, `ablate_component` and `erase`, the keys of `ablate`, `dose_response` and
-`length_transfer`, `cache[...]` and `activations[...]` where one point is meant, `model.hook_points(...)`,
-`model.verify(names=...)`, and `--match` on the command line.
+All of these take the same forms:
+
+- the names of hooks in `run_with_hooks`, `hooks`, `add_hook` and `reset_hooks(name=...)`;
+- `names_filter=` of `run_with_cache`;
+- `sites=` of `collect`, `patch`, `attribute`, `interchange`, `ablate_component` and `erase`;
+- the keys of the subspaces given to `ablate`, `dose_response`, `length_transfer` and `interchange`;
+- `cache[...]` and `activations[...]`, where the name must mean one point;
+- `model.hook_points(...)` and `model.verify(names=...)`;
+- `--match` of `probelens hooks` and `probelens verify`. It is one text, so of the forms below it takes names, shorthands such
+  as `resid_post` and `k6`, `layers`, module paths and globs, but no pairs, predicates or lists.
 
 | form | for example | means |
 |---|---|---|
