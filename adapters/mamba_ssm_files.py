@@ -117,8 +117,8 @@ def _empty(name: str, config: dict[str, Any]) -> nn.Module:
         module: nn.Module = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**options))
     if options["n_groups"] > 1 and not hasattr(module.get_submodule("backbone.layers.0.mixer.norm"), "group_size"):
         raise InputError(
-            f"{name!r} norms its {options['n_groups']} groups apart, which transformers "
-            f"{transformers.__version__} doesn't: upgrade it (5.15 and later do)"
+            f"{name!r} normalises each of its {options['n_groups']} groups separately, which transformers "
+            f"{transformers.__version__} does not support: upgrade it (5.15 and later do)"
         )
     return module
 

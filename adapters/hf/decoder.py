@@ -161,8 +161,12 @@ def load_pretrained(
             # Of a damaged folder transformers raises errors of every kind.
             why = str(err) if isinstance(err, (OSError, ValueError)) else f"{type(err).__name__}: {err}"
             if away is not None:
+                absent = isinstance(err, OSError)
+                cached = (
+                    "it isn't in the local cache" if absent else f"its copy in the local cache can't be used: {why}"
+                )
                 raise InputError(
-                    f"can't load {name!r}: {away}, and the local cache doesn't do: {why.splitlines()[0]}\n"
+                    f"can't load {name!r}: {away}, and {cached.splitlines()[0]}\n"
                     "Give a folder made by save_pretrained(), or try again with a connection. HF_ENDPOINT names "
                     "another hub; with HF_HUB_OFFLINE=1 only the cache (HF_HOME) is asked."
                 ) from err

@@ -16,7 +16,7 @@ def unreachable(name: str, options: dict[str, Any]) -> str | None:
 
     huggingface_hub tries every file of a model six times, for half a minute, before it says that there is no
     connection. Here two attempts to connect are made, each as long as huggingface_hub waits for one
-    (``HF_HUB_ETAG_TIMEOUT``); a hub that is only slow is not given up.
+    (``HF_HUB_ETAG_TIMEOUT``); a slow hub is not treated as unreachable.
     """
     from huggingface_hub import constants, get_session
 

@@ -52,7 +52,7 @@ All of these take the same forms:
 | glob | `"blocks.[0-3].hook_*"` | every name that fits |
 | predicate | `lambda name: name.endswith("hook_z")` | every full name that it accepts |
 | hook point | `model.point("blocks.3.hook_resid_post")` | itself |
-| list | `["embed", ("resid_post", 3), "*.hook_z"]` | the points of each, in this order, each once |
+| list | `["embed", ("resid_post", 3), "*.hook_z"]` | the points of each, each once: results list them in this order, the keys of a cache in the order of the forward pass |
 | nothing | `None` | every hook point |
 
 What fits no point is an `UnknownHookError` before anything runs, with the nearest names and, where the architecture has no

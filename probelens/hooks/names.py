@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from probelens.errors import InputError, UnknownHookError, nearest
 from probelens.hooks.adapter import Adapter
 from probelens.hooks.points import HookPoint, Site, in_block
-from probelens.hooks.shorthand import Names, NameTable, asked_name, listed, said
+from probelens.hooks.shorthand import Names, NameTable, as_layer, asked_name, listed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["HasPoints", "Points", "by_point", "need_wrapped", "resolve"]
 
 T = TypeVar("T")
+ALL_NAMES = "All names: model.hook_points()"
 
 
 class HasPoints(Protocol):
@@ -115,8 +116,8 @@ class Points(NameTable):
         """The number of a block from 0, where a negative one counts from the end; ``what`` is the argument's name."""
         if layer is None:
             return None
-        n = self.n_layers
-        if not isinstance(layer, int) or not -n <= layer <= n:
+        n, layer = self.n_layers, as_layer(layer, what)
+        if not -n <= layer <= n:
             kind = type(self.adapter.module).__name__
             raise UnknownHookError(f"{what}={layer!r}: this {kind} has {n} blocks, allowed are {-n} to {n}")
         return layer + n if layer < 0 else layer
@@ -157,7 +158,10 @@ class Points(NameTable):
         return self._own(name) is not None
 
     def unknown(self, asked: Names) -> UnknownHookError:
-        kind, full = type(self.adapter.module).__name__, asked_name(asked)
+        kind = type(self.adapter.module).__name__
+        if callable(asked):
+            return UnknownHookError(f"the predicate accepts no hook point of this {kind}. {ALL_NAMES}")
+        full = asked_name(asked)
         block, inner = in_block(full)
         if block is not None and block >= self.n_layers:
             why, last = f": this {kind} has {self.n_layers} blocks", f"blocks.{self.n_layers - 1}.{inner}"
@@ -168,9 +172,7 @@ class Points(NameTable):
         if not near:
             paths = [f"{path}.hook_out" for path, _ in self.adapter.module.named_modules() if path]
             near = nearest(full, paths)
-        return UnknownHookError(
-            f"{said(asked)} not found{why}. Nearest: {listed(near)}. All names: model.hook_points()"
-        )
+        return UnknownHookError(f"hook point {asked!r} not found{why}. Nearest: {listed(near)}. {ALL_NAMES}")
 
     def absent(self, asked: Names) -> str | None:
         """Why the architecture has no such point; None where it has one, or there is nothing to say."""

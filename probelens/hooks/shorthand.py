@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
+import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
+
+import numpy as np
 
 from probelens.errors import UnknownHookError, nearest
 from probelens.hooks.points import HookPoint, in_block
@@ -53,8 +56,9 @@ class NameTable:
         """The one full name that is meant; an UnknownHookError where nothing fits, or several names do."""
         found, _ = self.lookup(asked)
         if len(found) > 1:
+            means = "the predicate accepts" if callable(asked) else f"hook point {asked!r} means"
             raise UnknownHookError(
-                f"{said(asked)} means {len(found)} hook points: {listed(found[:3])}{', …' * (len(found) > 3)}. "
+                f"{means} {len(found)} hook points: {listed(found[:3])}{', …' * (len(found) > 3)}. "
                 f"Name one of them, for example {found[0]!r}"
             )
         return found[0]
@@ -74,7 +78,7 @@ class NameTable:
             found, explicit = self._short(*asked)  # type: ignore[misc]
         elif callable(asked):
             found, explicit = [name for name in self.names if asked(name)], False
-        elif isinstance(asked, Iterable):
+        elif isinstance(asked, Iterable) and not isinstance(asked, (bytes, bytearray)):
             return self._several(asked)
         else:
             raise UnknownHookError(
@@ -123,10 +127,10 @@ class NameTable:
     def _short(self, short: str, layer: Any, kind: str | None = None) -> tuple[list[str], bool]:
         if layer is None:
             return self._text(short) if kind is None else (self._inside(short, None, kind), False)
-        n = self.n_layers
-        if isinstance(layer, bool) or not isinstance(layer, int) or not -n <= layer < n:
+        n, layer = self.n_layers, as_layer(layer)
+        if not -n <= layer < n:
             raise UnknownHookError(
-                f"layer {layer!r} asked for {short!r}, but the model has {n} blocks: allowed are {-n} to {n - 1}"
+                f"layer {layer} was asked for at {short!r}, but the model has {n} blocks: allowed are {-n} to {n - 1}"
             )
         full = full_name(short, layer % n, kind)
         name = self.alias(full)
@@ -169,7 +173,9 @@ class NameTable:
 
     def unknown(self, asked: Names) -> UnknownHookError:
         """The error for what fits nothing, with the nearest names."""
-        return UnknownHookError(f"{said(asked)} not found. Nearest: {listed(self.near(asked))}")
+        if callable(asked):
+            return UnknownHookError("the predicate accepts none of these hook points")
+        return UnknownHookError(f"hook point {asked!r} not found. Nearest: {listed(self.near(asked))}")
 
     def near(self, asked: Names) -> list[str]:
         """Up to three full names most like what was asked for, or shorthands where one was asked for."""
@@ -203,7 +209,7 @@ def asked_name(asked: Any) -> str:
         ('blocks.0.hook_resid_mid', 'blocks.2.attn.hook_q', 'blocks.0.hook_resid_mid')
     """
     if _is_short(asked):
-        return full_name(asked[0], asked[1] if isinstance(asked[1], int) else 0, *asked[2:])
+        return full_name(asked[0], int(asked[1]) if isinstance(asked[1], (int, np.integer)) else 0, *asked[2:])
     text = asked.name if isinstance(asked, HookPoint) else str(asked)
     text = text.replace("*", "0")
     return text if "." in text else full_name(text, 0)
@@ -215,15 +221,28 @@ def _is_short(asked: Any) -> bool:
         isinstance(asked, tuple)
         and len(asked) in (2, 3)
         and isinstance(asked[0], str)
-        and not isinstance(asked[1], (HookPoint, Iterable))
+        # A tensor () can be iterated over as far as its class says.
+        and (not isinstance(asked[1], (HookPoint, Iterable)) or getattr(asked[1], "ndim", None) == 0)
         and not callable(asked[1])
         and (len(asked) == 2 or asked[2] is None or isinstance(asked[2], str))
     )
 
 
-def said(asked: Names) -> str:
-    """What was asked for, in words for an error."""
-    return "what the predicate accepts" if callable(asked) else f"hook point {asked!r}"
+def as_layer(layer: Any, what: str = "the layer") -> int:
+    """The number of a layer as a plain int; an UnknownHookError for anything else than an integer.
+
+    Examples:
+        >>> import numpy as np
+        >>> as_layer(np.int64(-1))
+        -1
+    """
+    try:
+        # A flag and a tensor () can serve as an index too, but neither is meant as the number of a layer.
+        if isinstance(layer, np.integer) or not (isinstance(layer, bool) or hasattr(layer, "ndim")):
+            return operator.index(layer)
+    except TypeError:
+        pass
+    raise UnknownHookError(f"{what} is an integer, got {layer!r}")
 
 
 def listed(names: Iterable[str]) -> str:

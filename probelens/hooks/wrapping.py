@@ -215,7 +215,7 @@ def unwrap(module: Any) -> Any:
 
 
 def unadapted(module: nn.Module) -> nn.Module:
-    """The layer that PEFT found in a model, whether or not an adapter or a trained copy has taken its place."""
+    """The original layer under a PEFT adapter, or the layer itself if there is none."""
     while True:
         if _is(module, "peft.", "BaseTunerLayer") and isinstance(module.base_layer, nn.Module):
             module = module.base_layer

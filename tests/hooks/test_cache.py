@@ -165,7 +165,7 @@ def test_batch_axis(cache: pl.ActivationCache) -> None:
         (("resid_post", 3), "3 blocks"),
         (("resid_pots", 1), "hook_resid_post"),
         ("blocks.0.hook_resid_pots", "names_filter"),
-        (("resid_post", 1.5), "layer 1.5"),
+        (("resid_post", 1.5), r"the layer is an integer, got 1\.5"),
     ],
 )
 def test_unknown_keys_say_what_there_is(cache: pl.ActivationCache, key: object, text: str) -> None:

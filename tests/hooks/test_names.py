@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import zoo
@@ -33,6 +34,7 @@ RESID: dict[str, tuple[Callable[[pl.HookedModel], Any], list[str]]] = {
     "layer axis": (lambda m: "layers", ["blocks.0.hook_resid_pre", *each("hook_resid_post")]),
     "full name": (lambda m: "blocks.1.hook_resid_pre", ["blocks.1.hook_resid_pre"]),
     "pair": (lambda m: ("resid_post", 1), ["blocks.1.hook_resid_post"]),
+    "pair with a numpy integer": (lambda m: ("resid_post", np.int64(1)), ["blocks.1.hook_resid_post"]),
     "pair from the end": (lambda m: ("resid_post", -1), [f"blocks.{LAST}.hook_resid_post"]),
     "pair with its layer type": (lambda m: ("resid_pre", 1, "block"), ["blocks.1.hook_resid_pre"]),
     "glob": (lambda m: "blocks.[12].hook_resid_post", each("hook_resid_post")[1:]),
@@ -201,7 +203,7 @@ def test_what_means_one_point_is_a_key_of_caches_and_activations_and_others_are_
         assert asked(model) in cache
         return
     for found in (cache, acts):
-        with pytest.raises(pl.UnknownHookError, match=r"means \d+ hook points.*Name one of them"):
+        with pytest.raises(pl.UnknownHookError, match=r"(means|accepts) \d+ hook points.*Name one of them"):
             found[asked(model)]
     with pytest.raises(pl.UnknownHookError, match="Name one of them"):
         model.point(asked(model))
@@ -228,9 +230,12 @@ WRONG: dict[str, Any] = {
     "misspelt name": ("blocks.0.hook_resid_pots", r"Nearest: 'blocks\.0\.hook_resid_post'"),
     "layer of a pair": (("resid_post", 9), r"3 blocks: allowed are -3 to 2"),
     "layer of a name": ("blocks.9.hook_resid_post", r"has 3 blocks\. Nearest: 'blocks\.2\.hook_resid_post'"),
-    "layer that is no number": (("resid_post", 1.5), "layer 1.5"),
+    "layer that is no integer": (("resid_post", 1.0), r"the layer is an integer, got 1\.0"),
+    "flag as a layer": (("resid_post", True), "the layer is an integer, got True"),
+    "tensor as a layer": (("resid_post", torch.tensor(1)), r"the layer is an integer, got tensor\(1\)"),
+    "bytes": (b"resid_post", "named by a string.*got b'resid_post'"),
     "glob": ("blocks.*.hook_nothing", "not found"),
-    "predicate": (lambda name: False, "what the predicate accepts not found"),
+    "predicate": (lambda name: False, "the predicate accepts no hook point of this "),
     "empty list": ([], "empty"),
     "one of a list": (["resid_post", "resid_pots"], "resid_pots"),
     "number": (3, "named by a string"),
