@@ -31,6 +31,7 @@ def ablate(names: Names) -> None:
     assert rows[1]["refit_accuracy"] > 0.95
     assert rows[1]["verdict"] == "inconclusive"
     assert rows[0]["effect_p"] > 0.2
+    assert all(rows[layer]["effect_lo"] < 0 < rows[layer]["effect_hi"] for layer in (0, 1))
     erased = {row["layer"]: row for row in names["erased"].rows}
     assert erased[1]["drop"] > 0.4
     assert erased[1]["refit_mlp_accuracy"] > 0.9

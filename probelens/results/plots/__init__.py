@@ -10,7 +10,7 @@ makes the CSV and the description that a screen reader speaks.
 from __future__ import annotations
 
 from probelens.results.plots.drops import ablation
-from probelens.results.plots.interchange import interchange
+from probelens.results.plots.interchanges import interchange
 from probelens.results.plots.lines import layer_profile, length_curve, training_curve
 from probelens.results.plots.patching import patch_heatmap, site_name
 from probelens.results.plots.style import PALETTE, escape, template
