@@ -103,6 +103,12 @@ class TransformerLens(Adapter):
         self._own: dict[str, Any] = bridge.hook_dict
         self._reached = self._trial()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InputError(
+            "a wrapped TransformerBridge can't be copied or pickled: its hook points stay tied to the bridge. Copy the "
+            "Hugging Face model, make a bridge of the copy and wrap that"
+        )
+
     @classmethod
     def matches(cls, module: Any) -> bool:
         return isinstance(module, nn.Module) and any(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import copy
 import functools
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from typing import Any, Literal
@@ -76,6 +77,18 @@ class ActivationCache(Mapping[str, Tensor]):
         self.cache_dict = dict(cache_dict)
         self.model = model
         self.has_batch_dim = has_batch_dim
+        self._known = ({}, None) if model is None else (model.points.aliases, model.points.n_layers)
+
+    def __copy__(self) -> ActivationCache:
+        return ActivationCache(self.cache_dict, self.model, self.has_batch_dim)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ActivationCache:
+        """The tensors are copied, and the model is the same one."""
+        return ActivationCache(copy.deepcopy(self.cache_dict, memo), self.model, self.has_batch_dim)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: the tensors and their names, without the model."""
+        return {**self.__dict__, "model": None}
 
     def _name(self, key: Names) -> str:
         if isinstance(key, str) and key in self.cache_dict:
@@ -94,9 +107,7 @@ class ActivationCache(Mapping[str, Tensor]):
         return f" ({reason})" if reason else ""
 
     def _table(self) -> NameTable:
-        if self.model is None:
-            return NameTable(self.cache_dict)
-        return NameTable(self.cache_dict, self.model.points.aliases, self.model.points.n_layers)
+        return NameTable(self.cache_dict, *self._known)
 
     def __getitem__(self, key: Names) -> Tensor:
         return self.cache_dict[self._name(key)]
@@ -254,7 +265,9 @@ class ActivationCache(Mapping[str, Tensor]):
         stacked = _stacked([self._at(part, pos_slice) for part in parts])
         if apply_ln:
             if self.model is None or "ln_final" not in self.model.adapter.parts:
-                raise InputError("apply_ln needs a model with a final norm; this one has none")
+                raise InputError(
+                    "apply_ln needs a model with a final norm; that of this cache has none, or is not with it"
+                )
             norm = self.model.module.get_submodule(self.model.adapter.parts["ln_final"])
             with torch.no_grad():
                 stacked = norm(stacked.to(device_of(norm) or stacked.device)).to(stacked.device)
@@ -359,7 +372,7 @@ def recorders(
     """
     cache = {} if cache is None else cache
 
-    def copy(tensor: Tensor, hook: HookPoint, last_use: bool = False) -> Tensor:
+    def kept_of(tensor: Tensor, hook: HookPoint, last_use: bool = False) -> Tensor:
         kept = tensor.detach()
         kept = kept if hook.pos is not None else slice_positions(kept, pos_slice, hook.pos_axis)
         # A slice would hold the whole in memory, and backward may need what is in a graph.
@@ -372,7 +385,7 @@ def recorders(
     def record(tensor: Tensor, hook: HookPoint, suffix: str = "", last_use: bool = False) -> None:
         name = hook.name + suffix
         if hook.pos is None:
-            cache[name] = copy(tensor, hook, last_use)
+            cache[name] = kept_of(tensor, hook, last_use)
         elif _kept(hook.pos, hook.length, pos_slice):
             steps = recorded.setdefault(name, [])
             if hook.pos in steps or not isinstance(cache.get(name), list):
@@ -381,7 +394,7 @@ def recorders(
             # The backward pass visits steps in reverse.
             place = bisect.bisect(steps, hook.pos)
             steps.insert(place, hook.pos)
-            cache[name].insert(place, copy(tensor, hook))
+            cache[name].insert(place, kept_of(tensor, hook))
 
     def record_grad(tensor: Tensor, hook: HookPoint) -> None:
         record(tensor, hook, "_grad")

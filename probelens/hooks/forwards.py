@@ -11,7 +11,6 @@ import contextlib
 import functools
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -23,12 +22,22 @@ from probelens.errors import InputError, ShapeError
 from probelens.hooks.config import StopForward, first_argument, pick, put
 from probelens.hooks.points import HookPoint, version_of
 
-# Forwards that run in place of a module's own, to distinguish them from a user's.
-_SWAPPED: weakref.WeakValueDictionary[int, Callable[..., Any]] = weakref.WeakValueDictionary()
 
+class SwappedForward:
+    """A forward that runs in place of a module's own. A copy of it would read the weights of the original module."""
 
-def is_swapped(forward: Any) -> bool:
-    return _SWAPPED.get(id(forward)) is forward
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, forward)
+        self.run = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InputError(
+            "a module can't be copied or pickled while hooks are in place inside it: the copy would run with the weights "
+            "of the original. Do it outside the `with` block, or after model.reset_hooks()"
+        )
 
 
 def replaced_forward(
@@ -51,7 +60,7 @@ def replaced_forward(
     for name in methods:
         patched = module.__dict__.get(name)
         wraps = hasattr(module, "_hf_hook") or type(patched).__module__.split(".")[0] == "nnsight"
-        if patched is not None and not is_swapped(patched) and not wraps:
+        if patched is not None and not isinstance(patched, SwappedForward) and not wraps:
             return f"its attribute {name!r} was set"
         home = next((kind for kind in kinds if name in vars(kind)), None)
         if not known or home is None:
@@ -114,10 +123,9 @@ def swapped_forward(module: nn.Module, forward: Callable[..., Any], reads_weight
     """
     if reads_weights:
         forward = with_weights(module, forward)
-    _SWAPPED[id(forward)] = forward
     missing = object()
     before = module.__dict__.get("forward", missing)
-    module.__dict__["forward"] = forward
+    module.__dict__["forward"] = SwappedForward(forward)
     try:
         yield
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -51,6 +52,21 @@ class HookedModel(TransformerLensMethods):
         self.adapter = adapter
         self.points = Points(adapter, weakref.ref(self))
         self.switchboard = Switchboard(module, adapter)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: the module and what is known of it, which ``__setstate__`` wraps anew."""
+        if self.switchboard.in_use():
+            raise InputError(
+                "a wrapped model can't be copied or pickled while hooks are in place. Do it outside the `with` block, or "
+                "after model.reset_hooks(including_permanent=True)"
+            )
+        adapter = copy.copy(self.adapter)
+        # Points belong to one wrapped model, and are made anew.
+        adapter.__dict__.pop("all_points", None)
+        return {"module": self.module, "adapter": adapter}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        HookedModel.__init__(self, **state)
 
     def __repr__(self) -> str:
         return (

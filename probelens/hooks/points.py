@@ -145,6 +145,10 @@ class HookPoint:
         if self.block is None:
             self.block = in_block(self.name)[0]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: the point without the model."""
+        return {**self.__dict__, "owner": None}
+
     def layer(self) -> int:
         """``block``, for a point that has one.
 

@@ -200,6 +200,10 @@ class Switchboard:
             if not nested:
                 self._muted.discard(thread)
 
+    def in_use(self) -> bool:
+        """Whether the module carries hooks or forwards of this switchboard, of whatever thread."""
+        return bool(self.entries or self._instruments)
+
     def listeners(self, name: str | None) -> list[Entry]:
         """The entries at a point that this thread's calls reach.
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from probelens.errors import InputError
 from probelens.hooks.config import Call
-from probelens.hooks.forwards import is_swapped
+from probelens.hooks.forwards import SwappedForward
 from probelens.hooks.protocol import Wrapped
 
 Answer = TypeVar("Answer")
@@ -91,7 +91,7 @@ def _parts(module: nn.Module) -> tuple[tuple[Any, ...], list[Any]]:
                 key.append(value)
             elif name == "config" or name == "cfg":
                 configs[id(value)] = value
-            elif callable(value) and not is_swapped(value):
+            elif callable(value) and not isinstance(value, SwappedForward):
                 key.append(id(value))
                 parts.append(value)
         for hooks in (kept["_forward_hooks"], kept["_forward_pre_hooks"]):

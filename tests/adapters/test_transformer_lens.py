@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,13 @@ from probelens.hooks.model import HookedModel
 ALL = list(bridges.CLASSES)
 # TransformerLens' q and k are those before the rotary embedding; ours are what attention really uses.
 ROTARY = {"attn.hook_q", "attn.hook_k"}
+
+
+def test_a_wrapped_bridge_is_not_copied_but_refused() -> None:
+    model = pl.wrap(bridges.bridge(ALL[0]))
+    for way in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(pl.InputError, match="make a bridge of the copy"):
+            way(model)
 
 
 def lens_hooks(bridge: Any) -> int:
