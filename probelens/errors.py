@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
@@ -95,8 +96,31 @@ def noted(note: Callable[[], str]) -> Iterator[None]:
 
 def metric_note(metric: Callable[..., Any], arguments: str) -> str:
     """The note on an error in a metric function, which was called with these arguments."""
-    name = getattr(metric, "__qualname__", None) or type(metric).__qualname__
-    return f"Raised by the metric {name}, which was called as metric({arguments})."
+    return f"Raised by the metric {_qualified(metric)}, which was called as metric({arguments})."
+
+
+def need_arguments(metric: Callable[..., Any], arguments: str, *given: Any, **named: Any) -> None:
+    """Refuse (MetricError) a metric whose signature doesn't take what it is given, written as ``arguments``."""
+    try:
+        signature = inspect.signature(metric)
+    except (TypeError, ValueError):
+        return  # some functions written in C have none
+    try:
+        signature.bind(*given, **named)
+    except TypeError as err:
+        raise MetricError(
+            f"the metric {_qualified(metric)} is called as metric({arguments}), but it takes {signature}: {err}. "
+            "Give it these arguments; **others takes those that it doesn't use."
+        ) from None
+
+
+def metric_name(metric: str | Callable[..., Any]) -> str:
+    """The name of a metric, for tables and sentences."""
+    return metric if isinstance(metric, str) else getattr(metric, "__name__", "custom")
+
+
+def _qualified(metric: Callable[..., Any]) -> str:
+    return getattr(metric, "__qualname__", None) or type(metric).__qualname__
 
 
 # What TransformerLens has and a wrapped model or a cache hasn't.

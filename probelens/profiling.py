@@ -27,6 +27,7 @@ from probelens.results.sentences import percent
 from probelens.running.collect import collect
 from probelens.running.sweep.conditions import Read
 from probelens.running.sweep.plan import sweep
+from probelens.tasks.base import need_task
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -190,6 +191,7 @@ def profile(
         InputError: An unknown label.
     """
     need_wrapped(model)
+    need_task(task)
     labels = [task.target] if labels is None else list(labels)
     unknown = [label for label in labels if label not in task.label_names]
     if unknown or not labels:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import probelens as pl
 from probelens import errors
+from probelens.models.evaluation import evaluate
 
 
 def test_every_error_is_a_probelens_error_and_a_builtin_one_too() -> None:
@@ -100,3 +102,59 @@ def test_what_a_hook_raises_names_the_point_and_stays_what_it_was() -> None:
     with pytest.raises(ZeroDivisionError) as err, model.hooks(bwd_hooks=[(point, divide)]):
         model(x).sum().backward()
     assert said in getattr(err.value, "__notes__", [])
+
+
+@pytest.fixture(scope="module")
+def parity() -> SimpleNamespace:
+    task = pl.tasks.Parity(bos=True)
+    config = pl.models.FormalConfig.for_task("gru", task, n_layers=2, d_model=8, hidden_size=8)
+    model, batch = pl.wrap(pl.models.build(config)), task.sample(6, length=5)
+    space = {"blocks.0.hook_resid_post": pl.subspaces.random(1, 8)}
+    return SimpleNamespace(task=task, model=model, batch=batch, space=space, pairs=task.pairs(4, length=5))
+
+
+def undefined(logits: Tensor, *args: Tensor, **labels: Tensor) -> Tensor:
+    """NaN for every example of patching, and at every position of an ablation."""
+    return logits[..., 0] * torch.nan
+
+
+def narrow(logits: Tensor) -> Tensor:
+    return logits[..., 0]
+
+
+def constant(logits: Tensor, answers: Tensor) -> Tensor:
+    return torch.ones(len(logits))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (lambda p: pl.patch(p.model, p.pairs, metric=undefined), pl.MetricError, "'undefined' is NaN on the clean run of all 4"),
+        (lambda p: pl.attribute(p.model, p.pairs, metric=undefined), pl.MetricError, "'undefined' is NaN on the clean run"),
+        (lambda p: pl.patch_sites(p.model, p.pairs, metric=undefined), pl.MetricError, "'undefined' is NaN on the clean run"),
+        (lambda p: pl.ablate(p.model, p.batch, p.space, undefined, False, 2, label="state"), pl.MetricError,
+         "'undefined' is NaN or infinite in 6 of 6 sequences"),
+        (lambda p: pl.ablate(p.model, p.batch, p.space, narrow, False, 2, label="state"), pl.MetricError,
+         r"narrow is called as metric\(logits, tokens=tokens, mask=mask, state=state\), but it takes"),
+        (lambda p: pl.patch(p.model, p.pairs, metric=narrow), pl.MetricError, r"narrow is called as metric\(logits, answers\)"),
+        (lambda p: pl.attribute(p.model, p.pairs, metric=constant), pl.MetricError, "gradient of the metric, which has none"),
+        (lambda p: pl.ablate(p.model, p.batch[:1], p.space, label="state"), pl.InputError, "at least 2 sequences .* has 1"),
+        (lambda p: evaluate(p.model, p.task, (5,), n=1), pl.InputError, "at least 2 examples, or 2 seeds"),
+        (lambda p: pl.length_transfer(p.model, p.space, p.task), pl.InputError, "expected a task, got a dict"),
+        (lambda p: pl.length_transfer(p.model, p.task, [5], p.space), pl.InputError, "must be a mapping .* got a list"),
+        (lambda p: pl.profile(p.model, p.pairs), pl.InputError, "expected a task, got a PatchPairs"),
+    ],
+)  # fmt: skip
+def test_a_measure_that_cannot_be_made_says_what_was_given_and_what_is_needed(
+    parity: SimpleNamespace, call: Any, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        call(parity)
+
+
+def test_a_metric_that_is_defined_and_takes_its_arguments_is_measured(parity: SimpleNamespace) -> None:
+    assert pl.patch(parity.model, parity.pairs, metric=constant).metric == "constant"
+    found = pl.ablate(
+        parity.model, parity.batch[:2], parity.space, lambda logits, **_: logits[..., 0], False, 2, label="state"
+    )
+    assert found.clean.shape == (2,)

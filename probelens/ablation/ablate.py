@@ -15,7 +15,7 @@ from torch import Tensor
 from probelens.ablation.controls import CONTROLS, Control, label_of, with_controls
 from probelens.ablation.result import AblationResult
 from probelens.ablation.scoring import Metric, accuracy_chance, after, run, score
-from probelens.errors import InputError
+from probelens.errors import InputError, metric_name
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import by_point, need_wrapped
 from probelens.probing.refit import refit_check
@@ -147,7 +147,7 @@ def ablate(
         ((runs.clean.double() * runs.scored).sum(0) / count).float(),
         label,
         target,
-        metric if isinstance(metric, str) else getattr(metric, "__name__", "custom"),
+        metric_name(metric),
         chance or 0.0,
         runs.path,
         torch.stack(refits) if refits else None,

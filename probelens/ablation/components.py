@@ -17,7 +17,7 @@ from probelens.ablation.columns import SCORES, SITE
 from probelens.ablation.controls import label_of
 from probelens.ablation.result import Costs
 from probelens.ablation.scoring import Metric, Runs, accuracy_chance, per_sequence, reader, score, scored_positions
-from probelens.errors import InputError
+from probelens.errors import InputError, metric_name
 from probelens.hooks.edits.edit import Edit
 from probelens.hooks.edits.heads import AtHeads
 from probelens.hooks.edits.values import Mean, Replace, Zero
@@ -211,8 +211,7 @@ def result_of(
     """Score the rows of a component ablation."""
     chance = accuracy_chance(batch, target, metric)
     values, clean = score(rows, runs, runs.scored, chance, seed, metric)
-    name = metric if isinstance(metric, str) else getattr(metric, "__name__", "custom")
-    return ComponentResult(rows, values.float(), clean.float(), target, name, chance or 0.0, runs.path)
+    return ComponentResult(rows, values.float(), clean.float(), target, metric_name(metric), chance or 0.0, runs.path)
 
 
 def _about(group: Sequence[tuple[HookPoint, int | None]], way: str, model: HookedModel, draws: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from probelens.results.sentences import count, fixed, place
 from probelens.running.collect import collect
 from probelens.subspaces.leace import Eraser
 from probelens.subspaces.subspace import Subspace
+from probelens.tasks.base import need_task
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -142,8 +143,13 @@ def length_transfer(
         UnknownHookError: A site that the model doesn't have.
     """
     need_wrapped(model)
+    need_task(task)
     label = task.target if label is None else label
     target = task.target if target is None else target
+    if not isinstance(subspaces, Mapping):
+        raise InputError(
+            f"subspaces must be a mapping from hook point to Subspace or Eraser, got a {type(subspaces).__name__}"
+        )
     if not lengths or any(name not in task.label_names for name in (label, target)):
         raise InputError(
             f"lengths={list(lengths)}, label={label!r}, target={target!r}: give lengths, and labels among "

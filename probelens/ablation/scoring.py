@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from probelens.ablation.controls import CONTROLS, Removal
-from probelens.errors import InputError, MetricError, ShapeError, metric_note, noted
+from probelens.errors import InputError, MetricError, ShapeError, metric_name, metric_note, need_arguments, noted
 from probelens.hooks.edits.edit import Edit, Positions
 from probelens.hooks.edits.removal import Erase, Project
 from probelens.hooks.model import HookedModel
@@ -94,15 +94,24 @@ def score(
     Returns the metric of each example that counts, under each row and without ablation: (row, example) and (example,).
     """
     values, clean = per_sequence(runs.values, scored), per_sequence(runs.clean, scored)
+    if lost := int((~clean.isfinite()).sum()) or int((~values.isfinite()).any(0).sum()):
+        raise MetricError(
+            f"the metric {metric_name(metric)!r} is NaN or infinite in {lost} of {len(clean)} sequences. Check the metric and "
+            "the model's logits, or leave these positions out of the batch's mask."
+        )
     # One bootstrap over examples for every row at once: the examples are the same in all of them.
+    if len(clean) < 2:
+        raise InputError("intervals need at least 2 sequences with scored positions, and the batch has 1. Give more.")
     found = hierarchical_bootstrap((clean - values).T[None], seed=seed, n_draws=1000)
+    most = 1.0 if metric == "accuracy" else torch.inf  # by which a metric can change
     room = clean.mean().item() - (chance if chance is not None else 0.0)
     for i, row in enumerate(rows):
         drop = found.estimate[i].item()
         row.update(
             chance=chance,
-            value=values[i].mean().item(), clean=clean.mean().item(), drop=drop, lo=found.low[i].item(),
-            hi=found.high[i].item(), damage=drop / room if chance is not None and room > ROOM else None,
+            value=values[i].mean().item(), clean=clean.mean().item(), drop=drop,
+            lo=found.low[i].clamp(min=-most).item(), hi=found.high[i].clamp(max=most).item(),
+            damage=drop / room if chance is not None and room > ROOM else None,
         )  # fmt: skip
     _effects(rows, values, clean, chance, seed, COST.get(metric) if isinstance(metric, str) else None)
     return values, clean
@@ -195,7 +204,9 @@ def _metric(metric: Metric, target: str) -> Callable[..., Tensor]:
         given = metric
 
         def custom(logits: Tensor, **data: Tensor) -> Tensor:
-            with noted(lambda: metric_note(given, ", ".join(["logits", *(f"{k}={k}" for k in data)]))):
+            arguments = ", ".join(["logits", *(f"{k}={k}" for k in data)])
+            need_arguments(given, arguments, logits, **data)
+            with noted(lambda: metric_note(given, arguments)):
                 value = given(logits, **data)
             if not isinstance(value, Tensor) or value.shape != logits.shape[:2]:
                 raise ShapeError(

@@ -19,6 +19,7 @@ from probelens.numerics.stats import ratio_of_means
 from probelens.results.columns import Column, table
 from probelens.results.rows import Rows
 from probelens.results.sentences import between, count, hundredths, percent
+from probelens.tasks.base import need_task
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -155,6 +156,7 @@ def evaluate(
         ShapeError: The model's output is not (batch, pos, vocab).
     """
     module, context = unwrap(model, backend)
+    need_task(task)
     if not lengths or min(lengths) < 1 or n < 1 or batch_size < 1:
         given = f"lengths={list(lengths)}, n={n}, batch_size={batch_size}"
         raise InputError(f"{given}: each must be at least 1, and there must be a length.")
@@ -268,7 +270,7 @@ def _rows(
             hits = ((classes == truth) & chosen).sum(1).double()
             interval = ratio_of_means(hits[None], chosen.sum(1).double()[None], n_draws=1000, seed=seed)
             row: dict[str, Any] = {"label": label, "length": length, "span": span, "accuracy": float(hit.mean())}
-            row |= {"lo": float(interval.low), "hi": float(interval.high)}
+            row |= {"lo": float(interval.low.clamp(min=0)), "hi": float(interval.high.clamp(max=1))}
             row["balanced_accuracy"] = float((right[total > 0] / total[total > 0]).mean())
             rows.append(row | {"n_positions": count, "n_sequences": int(chosen.any(1).sum())})
     return rows

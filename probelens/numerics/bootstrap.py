@@ -47,7 +47,9 @@ def resample(
     # One seed: the percentiles' half width serves as the standard error, as it resists heavy tails.
     n = len(nested[0])
     if n < 2:
-        raise InputError("one seed with one example has no spread: give more examples or more seeds")
+        raise InputError(
+            "an interval needs at least 2 examples, or 2 seeds, and there is 1 example of 1 seed. Give more."
+        )
     low, high = _quantiles(draws, level)
     z = float(t_quantile(level, np.inf))
     return per_seed, draws, ((high - low) / 2 / z) ** 2 * n / (n - 1), n - 1.0

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probelens.errors import InputError
+from probelens.errors import InputError, MetricError, metric_name
 from probelens.hooks.inputs import padding_mask
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped, resolve
 from probelens.hooks.points import HookPoint, has_positions
 from probelens.hooks.shorthand import Names
 from probelens.numerics.modes import differentiable
-from probelens.patching.metric import Metric, answered, read_metric
+from probelens.patching.metric import Metric, answered, need_numbers, read_metric
 from probelens.patching.pairs import Mode, Pos, check_pairs, check_positions, columns
 from probelens.patching.result import PatchResult
 from probelens.results.progress import progress_bar
@@ -98,10 +98,11 @@ def attribute(
     own = torch.cat(base)
     other = sweep(model, source, (), read, batch_size=batch_size, attention_mask=mask).base
     clean, corrupted = (other, own) if mode == "denoise" else (own, other)
+    need_numbers(metric, clean[:, 0], corrupted[:, 0])
     return PatchResult(
         torch.cat(parts, dim=-1), clean[:, 0], corrupted[:, 0], answered(clean, corrupted), names,
         [point.depth for point in points], labels, mode,
-        metric if isinstance(metric, str) else getattr(metric, "__name__", "custom"),
+        metric_name(metric),
         "attribution", "full", pairs.clean.cpu(),
     )  # fmt: skip
 
@@ -125,6 +126,10 @@ def first_order(
     where = read.pos[rows].to(logits.device)  # type: ignore[index]
     picked = logits.gather(1, where[..., None].expand(-1, -1, logits.shape[-1]))
     value = read.value(picked, rows)
+    if not value.requires_grad:
+        raise MetricError(
+            "attribute() needs the gradient of the metric, which has none. Compute it from logits, or use patch()."
+        )
     for steps in held.values():
         # The backward direction visits steps in reverse.
         steps.sort(key=lambda pair: pair[0])

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from probelens.errors import InputError, ShapeError
+from probelens.errors import InputError, ShapeError, metric_name
 from probelens.hooks.inputs import padding_mask
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped
 from probelens.patching.final_layer_sites import RUN, SITES, Plan, Site
-from probelens.patching.metric import Metric, answered, read_metric
+from probelens.patching.metric import Metric, answered, need_numbers, read_metric
 from probelens.patching.pairs import Mode, check_pairs
 from probelens.patching.result import GAP, need_answered
 from probelens.results.columns import Column
@@ -260,6 +260,7 @@ def patch_sites(
     counted = answered(clean, corrupted)
     counted = counted if correct_only else torch.ones_like(counted)
     clean, corrupted = clean[..., 0], corrupted[..., 0]
+    need_numbers(metric, clean[:, 1], corrupted[:, 1])
     counted[:, 0] = (counted[:, 0] | alike) & (own[:, 0] != own[:, 1])
     need_answered(counted[:, 1])
     values = torch.full((len(sites), len(pairs)), float("nan"))
@@ -282,10 +283,9 @@ def patch_sites(
             parts = (values[i][some], clean[some, where], corrupted[some, where])
             row.update(_measured(row, parts, mode, eps, n_boot, seed))
         rows.append(row)
-    name = metric if isinstance(metric, str) else getattr(metric, "__name__", "custom")
     return PatchSitesResult(
         rows, values, clean.T.contiguous(), corrupted.T.contiguous(), counted.T.contiguous(),
-        m, plan.last, own, mode, name, run.path,
+        m, plan.last, own, mode, metric_name(metric), run.path,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from probelens.errors import InputError, ShapeError, metric_note, noted
+from probelens.errors import InputError, MetricError, ShapeError, metric_name, metric_note, need_arguments, noted
 from probelens.numerics.metrics import logit_diff
 
 Metric = Literal["logit_diff", "prob_diff"] | Callable[[Tensor, Tensor], Tensor]
@@ -49,6 +49,7 @@ def _preferred(logits: Tensor, answers: Tensor) -> Tensor:
 
 
 def _custom(metric: Callable[[Tensor, Tensor], Tensor], logits: Tensor, answers: Tensor) -> Tensor:
+    need_arguments(metric, "logits, answers", logits, answers)
     with noted(lambda: metric_note(metric, "logits, answers")):
         value = metric(logits, answers)
     if not isinstance(value, Tensor) or value.shape != (len(logits),):
@@ -57,6 +58,16 @@ def _custom(metric: Callable[[Tensor, Tensor], Tensor], logits: Tensor, answers:
             f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__}"
         )
     return value
+
+
+def need_numbers(metric: Metric | str, clean: Tensor, corrupted: Tensor) -> None:
+    """Refuse (MetricError) a metric that is NaN for every pair, on the clean or on the corrupted run. (example,)"""
+    for name, values in (("clean", clean), ("corrupted", corrupted)):
+        if bool(values.isnan().all()):
+            raise MetricError(
+                f"the metric {metric_name(metric)!r} is NaN on the {name} run of all {len(values)} pairs, so there is no gap to "
+                "restore. Check the metric, and the model's logits for NaN."
+            )
 
 
 def answered(clean: Tensor, corrupted: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probelens.errors import metric_name
 from probelens.hooks.edits.edit import Edit
 from probelens.hooks.edits.values import Replace
 from probelens.hooks.inputs import padding_mask
@@ -21,7 +22,7 @@ from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped, resolve
 from probelens.hooks.points import HookFn, at, has_positions
 from probelens.hooks.shorthand import Names
-from probelens.patching.metric import Metric, answered, read_metric
+from probelens.patching.metric import Metric, answered, need_numbers, read_metric
 from probelens.patching.pairs import Mode, Pos, check_pairs, check_positions, columns, marks
 from probelens.patching.result import PatchResult
 from probelens.running.collect import collect, stops_at
@@ -132,6 +133,7 @@ class PatchPlan:
             self._values.forget()
         other = self.source.run()
         clean, corrupted = (other.base, run.base) if self.mode == "denoise" else (run.base, other.base)
+        need_numbers(self.metric, clean[:, 0], corrupted[:, 0])
         return PatchResult(
             run.values[..., 0].reshape(len(self.sites), len(self.positions), -1), clean[:, 0], corrupted[:, 0],
             answered(clean, corrupted), self.sites, self._layers, self.positions, self.mode, self.metric, "patch",
@@ -192,7 +194,7 @@ def patch_plan(
         [" + ".join(group) for group in groups],
         labels,
         mode,
-        metric if isinstance(metric, str) else getattr(metric, "__name__", "custom"),
+        metric_name(metric),
         joint,
         [model.point(group[0]).depth for group in groups],
         pairs,

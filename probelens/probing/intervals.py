@@ -23,16 +23,16 @@ def by_group(groups: Tensor, *per_sequence: Tensor) -> list[Tensor]:
 
 
 def share_interval(right: Tensor, keep: Tensor, groups: Tensor, n_boot: int, seed: int) -> tuple[float, float]:
-    """The 95 % interval over groups of the share of guesses that are right, where they count. (n, pos)"""
+    """The 95 % interval over groups of the share of guesses that are right, where they count, within 0 and 1. (n, pos)"""
     hits, counted = by_group(groups, right.double().sum(1), keep.double().sum(1))
     found = ratio_of_means(hits[None], counted[None], n_draws=n_boot, seed=seed)
-    return float(found.low), float(found.high)
+    return float(found.low.clamp(min=0)), float(found.high.clamp(max=1))
 
 
 def r2_interval(
     guess: Tensor, truth: Tensor, keep: Tensor, groups: Tensor, n_boot: int, seed: int
 ) -> tuple[float, float, float]:
-    """R² of guesses at the rows that count, (row,), with its 95 % interval over groups; ``keep`` is (n, pos)."""
+    """R² of guesses at the rows that count, (row,), with its 95 % interval over groups, at most 1; ``keep`` is (n, pos)."""
 
     def per_sequence(values: Tensor) -> Tensor:
         return torch.zeros(keep.shape, dtype=torch.float64).masked_scatter(keep, values).sum(1)
@@ -42,4 +42,4 @@ def r2_interval(
         raise InputError("all test values are equal, so R² is undefined. Give more sequences.")
     wrong, spread, _ = by_group(groups, wrong, spread, keep.double().sum(1))
     found = ratio_of_means(wrong[None], spread[None], n_draws=n_boot, seed=seed)
-    return 1 - float(found.estimate), 1 - float(found.high), 1 - float(found.low)
+    return 1 - float(found.estimate), 1 - float(found.high), 1 - float(found.low.clamp(min=0))

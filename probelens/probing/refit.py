@@ -211,7 +211,7 @@ def _gap(before: Tensor, after: Tensor, keep: Tensor, groups: Tensor) -> dict[st
         gap = float(lost.sum() / counted.sum())
         return {"refit_gap": gap, "refit_gap_lo": None, "refit_gap_hi": None}
     found = ratio_of_means(lost, counted)
-    ends = {"refit_gap_lo": float(found.low), "refit_gap_hi": float(found.high)}
+    ends = {"refit_gap_lo": float(found.low.clamp(min=-1)), "refit_gap_hi": float(found.high.clamp(max=1))}
     return {"refit_gap": float(found.estimate), **ends}
 
 

@@ -117,7 +117,7 @@ class Recorder:
         row: dict[str, Any] = {
             "site": site, "layer": self.data.layers.get(site), "label": label, "seed": self.seed,
             "control": control, "kind": "classification", "accuracy": accuracy,
-            "lo": max(0.0, low), "hi": min(1.0, high),
+            "lo": low, "hi": high,
             "balanced_accuracy": recall[total > 0].mean().item(), "C": fit.C,
             "n_train": fitted.n_rows[0], "n_val": fitted.n_rows[1], "n_test": int(keep.sum()),
             "n_classes": fit.n_classes, "converged": fit.converged,

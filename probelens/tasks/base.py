@@ -25,7 +25,15 @@ from probelens.tasks.drawing.arguments import rng_from, sizes_of
 from probelens.tasks.drawing.search import Pairs, avoid, collect_pairs, hashed, unique
 from probelens.tasks.vocabulary import Vocabulary, to_int64
 
-__all__ = ["Task"]
+__all__ = ["Task", "need_task"]
+
+
+def need_task(task: object) -> None:
+    """Refuse what has no labels and can't be sampled, such as arguments in another order."""
+    if not hasattr(task, "sample") or not hasattr(task, "label_names"):
+        raise InputError(
+            f"expected a task, got a {type(task).__name__}. Give one of probelens.tasks, such as Parity(), or one of your own"
+        )
 
 
 class Task(Vocabulary, ABC):

@@ -196,7 +196,7 @@ def test_ratio_of_means_interval_covers_for_a_noisy_ratio():
     [
         (lambda: hierarchical_bootstrap([]), "no examples"),
         (lambda: hierarchical_bootstrap([1.0, float("nan")]), "NaN"),
-        (lambda: hierarchical_bootstrap([1.0]), "more examples or more seeds"),
+        (lambda: hierarchical_bootstrap([1.0]), "at least 2 examples, or 2 seeds"),
         (lambda: hierarchical_bootstrap([1.0, 2.0], level=95), "between 0 and 1"),
         (lambda: ratio_of_means([1.0, 2.0], [-1.0, 1.0]), "no gap"),
         (lambda: hierarchical_bootstrap([-0.2, -0.1], scale="logit"), "either sign"),

@@ -15,6 +15,8 @@ import zoo
 import probelens as pl
 from probelens.hooks.verify import VerifyReport
 from probelens.models.evaluation import EvalResult
+from probelens.numerics.stats import ratio_of_means
+from probelens.probing.intervals import r2_interval, share_interval
 from probelens.results.columns import Column
 from probelens.results.result import Result
 from probelens.results.rows import Rows
@@ -331,3 +333,20 @@ def test_a_profile_speaks_of_late_positions_only_where_there_are_some() -> None:
     assert [line.rpartition("own ")[2] for line in said] == [
         "accuracy 90.0 %.", "accuracy 90.0 %.", "accuracy 90.0 % (80.0 % after position 20).",
     ]  # fmt: skip
+
+
+def test_intervals_of_shares_and_of_r2_stay_in_their_range_and_others_are_as_they_were() -> None:
+    keep, groups = torch.ones(4, 6, dtype=torch.bool), torch.arange(4)
+    right = torch.tensor([[1] * 6, [1] * 6, [1] * 6, [0] * 6]).bool()
+    assert share_interval(right, keep, groups, 200, 0)[1] == 1
+    half = torch.arange(240).view(40, 6) % 2 == 0
+    half[:20, 1:3] = True
+    found = ratio_of_means(half.double().sum(1)[None], torch.full((1, 40), 6.0), n_draws=200, seed=0)
+    assert share_interval(half, torch.ones(40, 6) > 0, torch.arange(40), 200, 0) == (
+        float(found.low),
+        float(found.high),
+    )
+    truth = torch.arange(24).double() % 5
+    guess = truth + (torch.arange(24) < 6) * 2.0
+    r2, low, high = r2_interval(guess, truth, keep, groups, 200, 0)
+    assert low < r2 < high == 1
