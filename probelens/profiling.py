@@ -133,7 +133,7 @@ class Profile(Result):
             f"pairs of {name}: {line}"
             for name, patched in self.patches.items()
             for line in patched.findings()[1:]
-            if line.startswith(("Most", "No pair"))
+            if line.startswith(("Most", "No pair")) or "no gap" in line
         ]
         return lines
 

@@ -20,10 +20,15 @@ if TYPE_CHECKING:
 __all__ = ["AblationResult", "Costs"]
 
 _EQUAL = {"random": "at equal rank", "random_matched": "at equal variance"}
+_ENOUGH = 19  # draws of a control from which on p can reach 0.05
+_REFITTED = {
+    "refit_accuracy": "a refitted linear probe",
+    "refit_mlp_accuracy": "a refitted MLP",
+    "refit_position_accuracy": "linear probes refitted at each position",
+}
 _MEANING = {
     "floor": "the model is near chance without any ablation",
     "tautological": "the readout reads this site, so erasing there must hurt",
-    "inconclusive": "a refitted probe still reads it",
     "absent": "no probe read it before either",
     "erased": "no probe reads it any more",
 }
@@ -71,17 +76,19 @@ class AblationResult(Rows):
         """The costliest site beside its controls, what a refitted probe reads there, and the verdicts."""
         targets, costs = self.targets(), Costs(self.metric)
         worst = costs.worst(targets)
-        verdicts: dict[str, list[int]] = {}
+        verdicts: dict[str, list[dict[str, Any]]] = {}
         for row in targets:
-            verdicts.setdefault(row["verdict"], []).append(row["layer"])
+            verdicts.setdefault(row["verdict"], []).append(row)
         said = (
-            f"{word} at {layers(at)}" + (f" ({_MEANING[word]})" if word in _MEANING else "")
-            for word, at in verdicts.items()
+            f"{word} at {layers([row['layer'] for row in rows])}{_meaning(word, rows)}"
+            for word, rows in verdicts.items()
         )
+        draws = sum((r["site"], r["condition"]) == (worst["site"], worst.get("effect_against")) for r in self.rows)
         lines = [
             f"{self.label!r} removed at {count(len(targets), 'site')}, on {count(len(self.clean), 'sequence')}. "
             f"{costs.metric(worst)}",
-            f"{costs.most(worst)} at {place(worst)}, rank {worst['rank']}: {costs.cost(worst)}.{_effect(worst)}",
+            f"{costs.most(worst)} at {place(worst)}, rank {worst['rank']}: {costs.cost(worst)}"
+            f"{costs.doubt(worst)}.{_effect(worst, draws)}",
             costs.controls(r for r in self.rows if r["site"] == worst["site"]),
             _refit(worst),
             f"Verdict: {'; '.join(said)}.",
@@ -135,6 +142,10 @@ class Costs:
         low, high = sorted(self.sign * row[end] for end in ("lo", "hi"))
         return self.say(self.sign * row["drop"]) + between(low, high, lambda v: self.say(v, unit=False))
 
+    def doubt(self, row: Mapping[str, Any]) -> str:
+        """What to add to a cost whose interval holds 0."""
+        return ", which can't be told from 0" if self.sign * row["drop"] > 0 and row["lo"] <= 0 <= row["hi"] else ""
+
     def controls(self, rows: Iterable[Mapping[str, Any]]) -> str:
         """Mean costs of the controls among these rows, as a sentence; "" if there are none."""
         drops: dict[str, list[float]] = {}
@@ -148,20 +159,44 @@ class Costs:
         return f"There {', '.join(found)}." if found else ""
 
 
-def _effect(row: Mapping[str, Any]) -> str:
+def _meaning(word: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """What a verdict means at these sites; of "inconclusive" which probe reads furthest above its baseline."""
+    if word != "inconclusive":
+        return f" ({_MEANING[word]})" if word in _MEANING else ""
+    read = [
+        (row[column] - row["baseline"], row[column], said, row)
+        for row in rows
+        for column, said in _REFITTED.items()
+        if row.get(column) is not None
+    ]
+    if not read:
+        return " (a refitted probe still reads it)"
+    _, accuracy, said, row = max(read, key=lambda r: r[0])
+    at = f" at {layers([row['layer']])}" if len(rows) > 1 else ""
+    return f" (still read by {said}: {percent(accuracy)}{at}, baseline {percent(row['baseline'])})"
+
+
+def _effect(row: Mapping[str, Any], draws: int) -> str:
     if row.get("effect") is None:
         return ""
     over = _EQUAL[row["effect_against"]]
     p = "" if row["effect_p"] is None else f", p = {row['effect_p']:.2g}"
+    if p and draws < _ENOUGH:
+        p += f" (with {count(draws, 'draw')} at least {1 / (draws + 1):.2g})"
     interval = between(row["effect_lo"], row["effect_hi"], fixed)
-    return f" Effect beyond random subspaces {over}: {fixed(row['effect'])}{interval}{p}."
+    unit = "" if row["chance"] is None else ", as a share of the accuracy above chance"
+    return f" Effect beyond random subspaces {over}: {fixed(row['effect'])}{interval}{unit}{p}."
 
 
 def _refit(row: Mapping[str, Any]) -> str:
     if "refit_accuracy" not in row:
         return ""
-    mlp = row["refit_mlp_accuracy"]
+    more = "".join(
+        f", {said} {percent(row[column])}"
+        for column, said in list(_REFITTED.items())[1:]
+        if row.get(column) is not None
+    )
     return (
         f"There a linear probe reads {percent(row['probe_accuracy'])} before, refitted {percent(row['refit_accuracy'])}"
-        f"{'' if mlp is None else f', a refitted MLP {percent(mlp)}'}; baseline {percent(row['baseline'])}."
+        f"{more}; baseline {percent(row['baseline'])}."
     )

@@ -9,7 +9,7 @@ its controls.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ from probelens.numerics.tensors import whole_number
 from probelens.patching.interchange_result import InterchangeResult, interchange_rows
 from probelens.patching.pairs import check_pairs, check_positions, columns
 from probelens.patching.plan import Source
+from probelens.results.sentences import count
 from probelens.running.collect import collect
 from probelens.running.sweep.conditions import Condition, Read
 from probelens.running.sweep.plan import SweepPlan, plan
@@ -78,14 +79,16 @@ class InterchangePlan:
     sweep: SweepPlan
     source: SweepPlan
     same: SweepPlan | None
-    parts: list[Swapped] = field(repr=False)
-    _values: Source = field(repr=False)
-    _same_values: Source | None = field(repr=False)
+    parts: list[Swapped]
+    _values: Source
+    _same_values: Source | None
 
     def __str__(self) -> str:
         sites = len({p.about["site"] for p in self.parts})
         more = "" if self.same is None else f"\npairs that agree in the variable:\n{self.same}"
-        return f"interchange: {len(self.parts)} runs at {sites} sites\n{self.sweep}{more}"
+        return f"interchange: {count(len(self.parts), 'run')} at {count(sites, 'site')}\n{self.sweep}{more}"
+
+    __repr__ = __str__
 
     def run(self, progress: bool = False) -> InterchangeResult:
         """Interchange as planned.

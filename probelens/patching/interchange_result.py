@@ -12,7 +12,7 @@ from torch import Tensor
 from probelens.numerics.effects import max_t_over_sites
 from probelens.results.columns import Column
 from probelens.results.rows import Rows
-from probelens.results.sentences import count, listed, percent, place
+from probelens.results.sentences import count, layers, listed, percent, place, positions
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -84,7 +84,7 @@ class InterchangeResult(Rows):
         if not found:
             return [*lines, "No pair is answered correctly by both runs, so nothing can be said."]
         best = max(found, key=lambda t: t["iia"])
-        where = f"{place(best)}, position {best['pos']}" if best["pos"] != "all" else place(best)
+        where = place(best) if best["pos"] == "all" else f"{place(best)}, {positions([best['pos']])}"
         beside: dict[str, list[float]] = {}
         for row in self.rows:
             if (row["site"], row["pos"]) == (best["site"], best["pos"]) and row["condition"] != "target":
@@ -94,12 +94,11 @@ class InterchangeResult(Rows):
             f"The answer follows rank {best['rank']} most at {where}: in {percent(best['iia'])} of pairs "
             f"({percent(best['iia_lo'])} to {percent(best['iia_hi'])}). Beside it: {said}."
         )
-        verdicts: dict[str, list[str]] = {}
-        for t in targets:
-            verdicts.setdefault(t["verdict"], []).append(
-                f"{t['layer']}" + (f" @ {t['pos']}" if t["pos"] != "all" else "")
-            )
-        lines.append("Verdict: " + "; ".join(f"{k} at layer {listed(v)}" for k, v in verdicts.items()) + ".")
+        said = "; ".join(
+            f"{word} at {listed(_at([t for t in targets if t['verdict'] == word]))}"
+            for word in dict.fromkeys(t["verdict"] for t in targets)
+        )
+        lines.append(f"Verdict: {said}.")
         return lines
 
     def plot(self, title: str | None = None) -> go.Figure:
@@ -111,6 +110,17 @@ class InterchangeResult(Rows):
         from probelens.results import plots
 
         return plots.interchange(self.to_dataframe(), title=title)
+
+
+def _at(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Where rows were measured, layers with the same positions together: "layer 0, positions 1 to 4"."""
+    by_layer: dict[int, dict[str, None]] = {}
+    for row in rows:
+        by_layer.setdefault(row["layer"], {})[row["pos"]] = None
+    alike: dict[str, list[int]] = {}
+    for layer, found in by_layer.items():
+        alike.setdefault("" if "all" in found else f", {positions(found)}", []).append(layer)
+    return [f"{layers(at)}{said}" for said, at in alike.items()]
 
 
 def interchange_rows(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from probelens.hooks.shorthand import Names
 from probelens.patching.metric import Metric, answered, need_numbers, read_metric
 from probelens.patching.pairs import Mode, Pos, check_pairs, check_positions, columns, marks
 from probelens.patching.result import PatchResult
+from probelens.results.sentences import count
 from probelens.running.collect import collect, stops_at
 from probelens.running.sweep.conditions import Condition, Intervention, Read
 from probelens.running.sweep.plan import SweepPlan, plan
@@ -61,9 +62,9 @@ class PatchPlan:
     mode: str
     metric: str
     joint: bool
-    _layers: list[int] = field(repr=False)
-    _pairs: Any = field(repr=False)
-    _values: Source = field(repr=False)
+    _layers: list[int]
+    _pairs: Any
+    _values: Source
 
     @property
     def block_positions(self) -> int:
@@ -112,11 +113,14 @@ class PatchPlan:
             worst = self.naive_block_positions / max(1, self.block_positions + max(0, more))
             least += f", {worst:.2f}x if the trial turns that down"
         return (
-            f"patch, {self.mode}, {self.metric}: {len(self.sites)} sites at {len(self.positions)} positions\n{self.sweep}\n"
+            f"patch, {self.mode}, {self.metric}: {count(len(self.sites), 'site')} at "
+            f"{count(len(self.positions), 'position')}\n{self.sweep}\n"
             f"source: {self.source.block_positions + self.collected:,} block-positions and "
             f"{self.source.unembedded + self.collected_unembedded:,} unembedded positions more, for the activations and "
             f"the metric of the other run; in all {self.ratio:.2f}x fewer{least}"
         )
+
+    __repr__ = __str__
 
     def run(self, progress: bool = False) -> PatchResult:
         """Patch as planned.

@@ -13,7 +13,7 @@ from torch import Tensor
 from probelens.errors import InputError, MetricError
 from probelens.results.columns import Column, table
 from probelens.results.result import Result
-from probelens.results.sentences import between, count, fixed, listed, place, valued
+from probelens.results.sentences import between, count, fixed, place, positions, valued
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -233,30 +233,39 @@ class PatchResult(Result):
     def findings(self) -> list[str]:
         """The cell of the largest recovery, and the layers and positions where much comes back."""
         n, counted = len(self.correct), int(self.correct.sum())
-        what = "is recovered at" if self.mode == "denoise" else "is removed at"
+        together = len(self.sites[0].split(" + ")) if self.joint else 1
+        where = f"{together} sites together" if together > 1 else count(len(self.sites), "site")
+        some = ("" if n == 1 else "all ") if counted == n else "not " if n == 1 else f"{counted} of them "
         lines = [
-            f"{self.kind} of {self.metric} ({self.mode}) at {count(len(self.sites), 'site')} × "
-            f"{count(len(self.positions), 'position')}, on {count(n, 'pair')}, {counted} of them answered correctly by both "
-            "runs."
+            f"{self.kind} of {self.metric} ({self.mode}) at {where} × {count(len(self.positions), 'position')}, on "
+            f"{count(n, 'pair')}, {some}answered correctly by both runs."
         ]
         if not counted:
             return [*lines, "No pair is answered correctly by both runs, so there is no gap to recover."]
-        recovery = self.recovery()
         means = [valued(run[self.correct].mean().item()) for run in (self.clean, self.corrupted)]
+        try:
+            recovery = self.recovery()
+        except MetricError:
+            why = (
+                "is NaN for some pairs"
+                if "unknown" in means
+                else f"is the same on clean and corrupted runs, {means[0]}"
+            )
+            return [*lines, f"{self.metric} {why}, so there is no gap to recover."]
         lines.append(f"{self.metric} is {means[0]} on clean runs and {means[1]} on corrupted ones.")
         i, j = divmod(int(recovery.nan_to_num(-torch.inf).argmax()), len(self.positions))
         cell = dataclasses.replace(self, values=self.values[i : i + 1, j : j + 1])
         low, high = (end.item() for end in cell.interval())
-        where = {p: f"position {p}" if p.isdigit() else f"positions: {p}" for p in self.positions}
         spots = [place({"site": site, "layer": layer}) for site, layer in zip(self.sites, self.layers)]
+        spots = [f"all {together} sites together"] if together > 1 else spots
+        what = "is recovered at" if self.mode == "denoise" else "is removed at"
         lines.append(
-            f"Most {what} {spots[i]}, {where[self.positions[j]]}: {fixed(recovery[i, j].item())}"
+            f"Most {what} {spots[i]}, {positions([self.positions[j]])}: {fixed(recovery[i, j].item())}"
             f"{between(low, high, fixed)} of the gap."
         )
-        lines.append("Half of the gap or more:")
         much = [[p for j, p in enumerate(self.positions) if recovery[i, j] >= 0.5] for i in range(len(spots))]
-        lines += [f"  {spot}, at {listed(found, 8)}" for spot, found in zip(spots, much) if found] or ["  nowhere"]
-        return lines
+        found = [f"  {spot}, {positions(at)}" for spot, at in zip(spots, much) if at]
+        return [*lines, "Half of the gap or more:", *found] if found else [*lines, "Half of the gap or more: nowhere."]
 
     def plot(self, tokens: Sequence[str] | None = None, correct_only: bool = True) -> go.Figure:
         """Heat map of recovery, layer by position, with intervals in the hover text.

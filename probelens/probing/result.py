@@ -293,7 +293,9 @@ class ProbeResult(Rows):
             )
             if named:
                 said = listed((f"{_BASELINES[name]} {say(value)}" for name, value in named.items()), 9)
-                lines.append(f"  {gap(score - max(named.values()))} above the best baseline. Baselines: {said}.")
+                over = round(score - max(named.values()), 2 if number else 3)
+                far = f"{gap(abs(over))} {'above' if over > 0 else 'below'}" if over else "At"
+                lines.append(f"  {far} the best baseline. Baseline{'s' if len(named) > 1 else ''}: {said}.")
             more = [f"selectivity {gap(row['selectivity'])}"] if "selectivity" in row else []
             if "compression" in row:
                 more.append(f"compression {valued(row['compression'])}")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-from probelens.errors import ProbelensError, StoreError
+from probelens.errors import InputError, ProbelensError, StoreError
 from probelens.results.columns import Column
 from probelens.results.files import read_tensors, write_tensors
 from probelens.results.types import fits, said
@@ -77,7 +77,7 @@ class Result:
 
     def to_dataframe(self) -> pd.DataFrame:
         """Tidy rows, one measurement a row."""
-        raise NotImplementedError(f"{type(self).__name__} has no table")
+        raise InputError(f"{type(self).__name__} has no table. Its fields: {', '.join(_field_names(type(self)))}")
 
     def plot(self) -> go.Figure:
         """The result as a plotly figure.
@@ -85,7 +85,7 @@ class Result:
         Returns:
             The figure, to show, change or write to a file.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no figure")
+        raise InputError(f"{type(self).__name__} has no figure. Its fields: {', '.join(_field_names(type(self)))}")
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the result to one safetensors file, whole or not at all.

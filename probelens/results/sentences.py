@@ -59,9 +59,29 @@ def listed(words: Iterable[object], most: int = 6) -> str:
 
 
 def place(row: Mapping[str, Any]) -> str:
-    """Where a row was measured: "layer 3 (blocks.3.hook_resid_post)"."""
-    layer = row.get("layer")
-    return str(row["site"]) if layer is None else f"{layers([layer])} ({row['site']})"
+    """Where a row was measured: "layer 3 (blocks.3.hook_resid_post)", "the input of layer 3 (blocks.3.hook_resid_pre)"."""
+    site, layer = str(row["site"]), row.get("layer")
+    if layer is None or site.startswith(("ln_final.", "unembed.")):
+        return site
+    if layer >= 0 and site.endswith(".hook_resid_pre"):
+        return f"the input of {layers([layer + 1])} ({site})"
+    return f"{layers([layer])} ({site})"
+
+
+def positions(found: Iterable[str]) -> str:
+    """Positions in words: "position 3", "positions 1 to 4 and 7", "all positions", "one position of each pair"."""
+    named = {"all": "all positions", "per example": "one position of each pair"}
+    labels = list(found)
+    if labels and labels[0] in named:
+        return named[labels[0]]
+    spans: list[list[int]] = []
+    for p in map(int, labels):
+        if spans and p == spans[-1][-1] + 1:
+            spans[-1].append(p)
+        else:
+            spans.append([p])
+    said = listed((word for s in spans for word in ([f"{s[0]} to {s[-1]}"] if len(s) > 2 else s)), 8)
+    return f"position{'s' if len(labels) > 1 else ''} {said}"
 
 
 def layers(found: Sequence[int | None]) -> str:

@@ -77,6 +77,9 @@ class Batch:
             labels[str(name)] = values
         vars(self).update(tokens=tokens, labels=labels, mask=mask, groups=groups, attention_mask=attention)
 
+    def __repr__(self) -> str:
+        return f"Batch({len(self)} sequences × {self.length} positions, labels: {', '.join(self.labels) or 'none'})"
+
     @property
     def length(self) -> int:
         """Number of positions, BOS and padding included."""
@@ -174,6 +177,9 @@ class PatchPairs:
                 f"{int(tied.nonzero()[0])}; a logit difference needs two. Drop pairs with equal answers."
             )
         vars(self).update(clean=clean, corrupted=corrupted, edit_pos=edit, read_pos=read, answers=answers, mask=mask)
+
+    def __repr__(self) -> str:
+        return f"PatchPairs({len(self)} pairs × {self.length} positions, label: {self.label or 'none'})"
 
     @property
     def length(self) -> int:

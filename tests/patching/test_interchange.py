@@ -190,7 +190,8 @@ def test_a_plan_says_what_runs_and_gives_the_same() -> None:
     model, pairs = known()
     kwargs = {"pos": "each", "controls": 2}
     plan = interchange_plan(model, pairs, {"blocks.0.hook_resid_post": axis(0)}, **kwargs)
-    assert "18 runs at 1 sites" in str(plan)
+    assert "18 runs at 1 site\n" in str(plan)
+    assert repr(plan) == str(plan)
     assert plan.run().rows == interchange(model, pairs, {"blocks.0.hook_resid_post": axis(0)}, **kwargs).rows
 
 
@@ -206,8 +207,8 @@ def test_printing_says_the_finding_and_figures_show_every_condition() -> None:
         "everything",
         "everything but it",
     }
-    heat = interchange(model, pairs, {"blocks.0.hook_resid_post": axis(0)}, pos="each", controls=2).plot()
-    assert heat.data[0].type == "heatmap"
+    each = interchange(model, pairs, {"blocks.0.hook_resid_post": axis(0)}, pos="each", controls=2)
+    assert each.plot().data[0].type == "heatmap"
 
 
 def test_a_result_is_saved_and_loaded(tmp_path) -> None:  # type: ignore[no-untyped-def]

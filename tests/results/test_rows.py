@@ -20,6 +20,7 @@ from probelens.probing.intervals import r2_interval, share_interval
 from probelens.results.columns import Column
 from probelens.results.result import Result
 from probelens.results.rows import Rows
+from probelens.results.sentences import place, positions
 from probelens.results.types import fits
 
 LENGTH = 8
@@ -181,11 +182,24 @@ def test_an_ablation_says_what_it_cost_beside_its_controls_and_the_verdict() -> 
     assert repr(ablation()).splitlines() == [
         "AblationResult: 'state' removed at 1 site, on 4 sequences. Without ablation accuracy is 90.0 %, chance 50.0 %.",
         "Costs most at layer 3 (blocks.3.hook_resid_post), rank 2: 40 points [38, 43]. Effect beyond random subspaces at "
-        "equal variance: -0.72 [-0.80, -0.70], p = 1.",
+        "equal variance: -0.72 [-0.80, -0.70], as a share of the accuracy above chance, p = 1 (with 1 draw at least 0.5).",
         "There random subspaces cost 1 point at equal rank and 69 at equal variance, the top principal components 20.",
         "There a linear probe reads 98.0 % before, refitted 95.0 %; baseline 50.0 %.",
-        "Verdict: inconclusive at layer 3 (a refitted probe still reads it).",
+        "Verdict: inconclusive at layer 3 (still read by a refitted linear probe: 95.0 %, baseline 50.0 %).",
     ]
+
+
+def test_an_ablation_names_the_probe_that_decides_and_a_cost_that_may_be_nothing() -> None:
+    result = ablation(drops={"target": 0.01, "random_matched": 0.0})
+    result.rows[0] |= {"refit_accuracy": 0.5, "refit_mlp_accuracy": 0.49, "refit_position_accuracy": 0.8}
+    cost, _, read, verdict = result.findings()[1:]
+    assert "rank 2: 1 point [-1, 4], which can't be told from 0. Effect" in cost
+    assert read.endswith(
+        "refitted 50.0 %, a refitted MLP 49.0 %, linear probes refitted at each position 80.0 %; baseline 50.0 %."
+    )
+    assert verdict == (
+        "Verdict: inconclusive at layer 3 (still read by linear probes refitted at each position: 80.0 %, baseline 50.0 %)."
+    )
 
 
 def test_a_loss_costs_where_it_rises() -> None:
@@ -205,6 +219,21 @@ def test_a_probe_says_where_it_reads_and_how_far_above_its_baselines() -> None:
         "state: highest accuracy 90.0 % [50, 100] at layer 0 (b), on 1,200 test positions.",
         "  30 points above the best baseline. Baselines: majority class 25.0 % and last tokens 60.0 %.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("majority", "r2", "said"),
+    [(0.9004, None, "At the best baseline. Baseline: majority class 90.0 %."),
+     (0.952, None, "5.2 points below the best baseline. Baseline: majority class 95.2 %."),
+     (0.5, 0.25, "0.25 below the best baseline. Baseline: majority class 0.50.")],
+)  # fmt: skip
+def test_a_probe_says_in_words_that_it_is_at_or_below_its_one_baseline(
+    majority: float, r2: float | None, said: str
+) -> None:
+    score = {"accuracy": 0.9} if r2 is None else {"r2": r2}
+    row = {"site": "a", "layer": 0, "label": "state", "seed": 0, "control": "task", "lo": 0.5, "hi": 1.0, "n_test": 12}
+    found = pl.ProbeResult([{**row, **score, "majority": majority}], {}, {}, {}, {}, {}, {}).findings()
+    assert found[-1] == f"  {said}"
 
 
 def costs(**more: Any) -> dict[str, Any]:
@@ -300,9 +329,70 @@ def test_patching_says_where_the_answer_comes_back() -> None:
     assert repr(patched()).splitlines()[2:] == [
         "Most is recovered at the embedding (hook_embed), position 2: 1.00 [1.00, 1.00] of the gap.",
         "Half of the gap or more:",
-        "  the embedding (hook_embed), at 1 and 2",
+        "  the embedding (hook_embed), positions 1 and 2",
     ]
+    assert (
+        repr(patched())
+        .splitlines()[0]
+        .endswith("1 site × 3 positions, on 2 pairs, all answered correctly by both runs.")
+    )
     assert "No pair is answered correctly by both runs" in repr(patched(correct=False))
+
+
+def test_patching_without_a_gap_or_with_little_recovery_or_many_sites_is_said_in_sentences() -> None:
+    same = dataclasses.replace(patched(), corrupted=torch.ones(2))
+    assert same.findings()[1:] == [
+        "logit_diff is the same on clean and corrupted runs, 1, so there is no gap to recover."
+    ]
+    unknown = dataclasses.replace(patched(), clean=torch.tensor([1.0, torch.nan]))
+    assert unknown.findings()[1:] == ["logit_diff is NaN for some pairs, so there is no gap to recover."]
+    little = dataclasses.replace(patched(), values=-torch.ones(1, 3, 2))
+    assert little.findings()[-1] == "Half of the gap or more: nowhere."
+    joint = dataclasses.replace(
+        patched(), sites=["hook_embed + blocks.0.hook_resid_post + blocks.1.hook_resid_post"], joint=True
+    )
+    assert joint.findings()[0].startswith("patch of logit_diff (denoise) at 3 sites together × 3 positions")
+    assert joint.findings()[-1] == "  all 3 sites together, positions 1 and 2"
+
+
+def test_places_and_positions_are_named_as_the_concepts_say() -> None:
+    named = {("blocks.1.hook_resid_pre", 0): "the input of layer 1 (blocks.1.hook_resid_pre)",
+             ("blocks.0.hook_resid_pre", -1): "the embedding (blocks.0.hook_resid_pre)",
+             ("blocks.1.hook_resid_post", 1): "layer 1 (blocks.1.hook_resid_post)",
+             ("ln_final.hook_out", 2): "ln_final.hook_out"}  # fmt: skip
+    assert [place({"site": site, "layer": layer}) for site, layer in named] == list(named.values())
+    said = [["3"], ["1", "2", "3", "4", "7", "8"], ["all"], ["per example"]]
+    assert [positions(found) for found in said] == [
+        "position 3", "positions 1 to 4, 7 and 8", "all positions", "one position of each pair",
+    ]  # fmt: skip
+
+
+def test_an_interchange_says_layers_and_positions_in_words() -> None:
+    row = {"condition": "target", "rank": 1, "iia": 1.0, "iia_lo": 0.9, "iia_hi": 1.0}
+    each = [
+        {**row, "site": f"s{layer}", "layer": layer, "pos": pos, "verdict": word}
+        for layer, pos, word in [*((layer, p, "used") for layer in (-1, 0, 1) for p in "1234"), (2, "6", "not here")]
+    ]
+    whole = [{**row, "site": "s", "layer": layer, "pos": "all", "verdict": "used"} for layer in (-1, 0, 1)]
+    some = torch.ones(1, 3, dtype=torch.bool)
+    said = [pl.InterchangeResult(rows, some, some[0]).findings()[-1] for rows in (each, whole)]
+    assert said == [
+        "Verdict: used at the embedding and layers 0 and 1, positions 1 to 4; not here at layer 2, position 6.",
+        "Verdict: used at the embedding and layers 0 and 1.",
+    ]
+
+
+def test_sequences_and_pairs_print_in_a_line() -> None:
+    task = pl.tasks.Parity(bos=True)
+    assert repr(task.sample(3, length=5)) == "Batch(3 sequences × 6 positions, labels: state)"
+    assert repr(task.pairs(2, length=5)) == "PatchPairs(2 pairs × 6 positions, label: state)"
+
+
+def test_a_result_without_a_table_or_a_figure_says_so() -> None:
+    with pytest.raises(pl.ProbelensError, match="Weather has no figure. Its fields: rows"):
+        Weather([]).plot()
+    with pytest.raises(pl.ProbelensError, match="Weather has no table"):
+        Result.to_dataframe(Weather([]))
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)

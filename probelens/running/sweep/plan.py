@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -105,7 +105,7 @@ class SweepPlan:
     memory: int | None
     trial: int
     otherwise: SweepPlan | None
-    _strategy: Strategy = field(repr=False)
+    _strategy: Strategy
 
     @property
     def ratio(self) -> float:
@@ -138,6 +138,8 @@ class SweepPlan:
                 *self._turned_down(),
             ]
         )  # fmt: skip
+
+    __repr__ = __str__
 
     def _turned_down(self) -> list[str]:
         if not self.trial:
