@@ -76,7 +76,11 @@ class Result:
         return []
 
     def to_dataframe(self) -> pd.DataFrame:
-        """Tidy rows, one measurement a row."""
+        """Tidy rows, one measurement a row.
+
+        Raises:
+            InputError: This class of result has no table.
+        """
         raise InputError(f"{type(self).__name__} has no table. Its fields: {', '.join(_field_names(type(self)))}")
 
     def plot(self) -> go.Figure:
@@ -84,6 +88,9 @@ class Result:
 
         Returns:
             The figure, to show, change or write to a file.
+
+        Raises:
+            InputError: This class of result has no figure.
         """
         raise InputError(f"{type(self).__name__} has no figure. Its fields: {', '.join(_field_names(type(self)))}")
 

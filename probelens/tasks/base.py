@@ -25,7 +25,7 @@ from probelens.tasks.drawing.arguments import rng_from, sizes_of
 from probelens.tasks.drawing.search import Pairs, avoid, collect_pairs, hashed, unique
 from probelens.tasks.vocabulary import Vocabulary, to_int64
 
-__all__ = ["Task", "need_task"]
+__all__ = ["Task"]
 
 
 def need_task(task: object) -> None:
