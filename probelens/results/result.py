@@ -78,6 +78,9 @@ class Result:
     def to_dataframe(self) -> pd.DataFrame:
         """Tidy rows, one measurement a row.
 
+        Returns:
+            The table, with the columns that ``columns`` declares.
+
         Raises:
             InputError: This class of result has no table.
         """

@@ -59,12 +59,10 @@ def listed(words: Iterable[object], most: int = 6) -> str:
 
 
 def place(row: Mapping[str, Any]) -> str:
-    """Where a row was measured: "layer 3 (blocks.3.hook_resid_post)", "the input of layer 3 (blocks.3.hook_resid_pre)"."""
+    """Where a row was measured: "layer 3 (blocks.3.hook_resid_post)"; the final norm is no layer."""
     site, layer = str(row["site"]), row.get("layer")
     if layer is None or site.startswith(("ln_final.", "unembed.")):
         return site
-    if layer >= 0 and site.endswith(".hook_resid_pre"):
-        return f"the input of {layers([layer + 1])} ({site})"
     return f"{layers([layer])} ({site})"
 
 

@@ -356,7 +356,7 @@ def test_patching_without_a_gap_or_with_little_recovery_or_many_sites_is_said_in
 
 
 def test_places_and_positions_are_named_as_the_concepts_say() -> None:
-    named = {("blocks.1.hook_resid_pre", 0): "the input of layer 1 (blocks.1.hook_resid_pre)",
+    named = {("blocks.1.hook_resid_pre", 0): "layer 0 (blocks.1.hook_resid_pre)",
              ("blocks.0.hook_resid_pre", -1): "the embedding (blocks.0.hook_resid_pre)",
              ("blocks.1.hook_resid_post", 1): "layer 1 (blocks.1.hook_resid_post)",
              ("ln_final.hook_out", 2): "ln_final.hook_out"}  # fmt: skip
