@@ -15,6 +15,7 @@ from probelens.adapters.hf.transformer import HFTransformer
 from probelens.errors import InputError, nearest
 from probelens.hooks.adapter import Adapter
 from probelens.hooks.config import ModelConfig
+from probelens.hooks.forwards import submodule
 from probelens.hooks.points import HookPoint
 from probelens.hooks.switchboard import Tap
 
@@ -56,7 +57,7 @@ class GenericHF(HFTransformer):
 
     def _mixer_points(self, prefix: str, path: str, parts: BlockParts) -> list[HookPoint]:
         where = join(path, parts.mixer_out or "")
-        mixer = self.module.get_submodule(where)
+        mixer = submodule(self.module, where)
         if _has_inside(mixer) and parts.mixer_scale == 1:
             return _mamba.mixer_points(self, prefix, where)
         alias, note = (prefix + "hook_mixer_out",), f"output of the mixer, a {type(mixer).__name__}"
@@ -64,25 +65,25 @@ class GenericHF(HFTransformer):
         return [self.boundary(prefix + "mixer.hook_out", where, "out", aliases=alias, scale=scale, note=note)]
 
     def _shared_points(self, prefix: str, path: str) -> list[HookPoint]:
-        if first_child(self.module.get_submodule(path), _SHARED) is None:
+        if first_child(submodule(self.module, path), _SHARED) is None:
             return []
         note = "output of the transformer block that several layers share: added to this mixer's input only"
         return [self.boundary(prefix + "shared.hook_out", join(path, "linear"), "out", note=note)]
 
     def instrument(self, path: str, tap: Tap) -> contextlib.AbstractContextManager[None]:
-        module = self.module.get_submodule(path)
+        module = submodule(self.module, path)
         if _has_inside(module):
             return _mamba.instrumented(module, tap)
         return super().instrument(path, tap)
 
     def faster_paths(self) -> list[str]:
         mixers = [join(path, parts.mixer_out or "") for path, parts in zip(self.blocks, self.block_parts, strict=True)]
-        return _mamba.faster_mixers(self, [path for path in mixers if _has_inside(self.module.get_submodule(path))])
+        return _mamba.faster_mixers(self, [path for path in mixers if _has_inside(submodule(self.module, path))])
 
     # -- models whose residual stream is more than a sum --------------------------------------------------------
 
     def renormed(self, layer: int) -> bool:
-        return isinstance(getattr(self.module.get_submodule(self.blocks[layer]), "pre_ln", None), nn.Module)
+        return isinstance(getattr(submodule(self.module, self.blocks[layer]), "pre_ln", None), nn.Module)
 
     def unsummed(self, layer: int) -> str | None:
         every = getattr(self.config, "rescale_every", 0)
@@ -104,7 +105,7 @@ class GenericHF(HFTransformer):
 
     def rereads(self, layer: int) -> bool:
         # Zamba's shared transformer blocks get the embedding beside the residual.
-        return any(first_child(self.module.get_submodule(path), _SHARED) for path in self.blocks[layer:])
+        return any(first_child(submodule(self.module, path), _SHARED) for path in self.blocks[layer:])
 
     def can_skip(self) -> bool:
         return super().can_skip() and not self.rereads(0)
@@ -200,7 +201,7 @@ class Generic(Adapter):
         return cls(module, **options)
 
     def block_points(self, layer: int, path: str) -> list[HookPoint]:
-        block = self.module.get_submodule(path)
+        block = submodule(self.module, path)
         prefix = f"blocks.{layer}."
         points = []
         mixer, mlp = first_child(block, (*MIXERS, *ATTENTION)), first_child(block, MLP)

@@ -22,7 +22,7 @@ from probelens.adapters.mamba_ssm_files import load as load_checkpoint
 from probelens.errors import InputError
 from probelens.hooks.adapter import Adapter
 from probelens.hooks.config import ModelConfig, StopForward
-from probelens.hooks.forwards import device_of, refuse_replaced_forward, swapped_forward
+from probelens.hooks.forwards import device_of, refuse_replaced_forward, submodule, swapped_forward
 from probelens.hooks.points import RESID, HookPoint
 from probelens.hooks.switchboard import Switchboard, Tap
 from probelens.kernels.ssm import is_mamba2, mamba2_mixer, mamba_mixer
@@ -77,7 +77,7 @@ class MambaSSM(Adapter):
 
     def block_points(self, layer: int, path: str) -> list[HookPoint]:
         prefix, mixer = f"blocks.{layer}.", join(path, "mixer")
-        block: Any = self.module.get_submodule(path)
+        block: Any = submodule(self.module, path)
         points: list[HookPoint] = []
         if hasattr(block.mixer, "A_log"):
             points += _mamba.mixer_points(self, prefix, mixer)
@@ -103,7 +103,7 @@ class MambaSSM(Adapter):
     def attach(self, switchboard: Switchboard, point: HookPoint) -> Sequence[Any]:
         if not point.name.endswith((".hook_resid_pre", ".hook_resid_post")):
             return super().attach(switchboard, point)
-        block = self.module.get_submodule(point.module)
+        block = submodule(self.module, point.module)
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             hidden, residual, rest = _inputs(args, kwargs)
@@ -129,11 +129,11 @@ class MambaSSM(Adapter):
 
     def instrumented_paths(self) -> list[str]:
         mixers = [join(path, "mixer") for path in self.blocks]
-        return [self.backbone, *self.blocks, *(m for m in mixers if hasattr(self.module.get_submodule(m), "A_log"))]
+        return [self.backbone, *self.blocks, *(m for m in mixers if hasattr(submodule(self.module, m), "A_log"))]
 
     @contextlib.contextmanager
     def instrument(self, path: str, tap: Tap) -> Iterator[None]:
-        module: Any = self.module.get_submodule(path)
+        module: Any = submodule(self.module, path)
         norms: list[Any] = []
         forward: Callable[..., Any]
         with contextlib.ExitStack() as stack:
@@ -164,7 +164,7 @@ class MambaSSM(Adapter):
             if threading.get_ident() == thread:
                 raise StopForward(_sum(*output))
 
-        block = self.module.get_submodule(self.blocks[min(layer, len(self.blocks) - 1)])
+        block = submodule(self.module, self.blocks[min(layer, len(self.blocks) - 1)])
         if layer < len(self.blocks):
             handle = block.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
         else:
@@ -176,7 +176,7 @@ class MambaSSM(Adapter):
     def starting_at(self, layer: int, resid: Tensor) -> Iterator[None]:
         thread = threading.get_ident()
         if layer < len(self.blocks):
-            resid = resid.to(device_of(self.module.get_submodule(self.blocks[layer])) or resid.device)
+            resid = resid.to(device_of(submodule(self.module, self.blocks[layer])) or resid.device)
 
         def passing(native: Callable[..., Any], index: int) -> Callable[..., Any]:
             def forward(hidden: Tensor, residual: Tensor | None = None, **kw: Any) -> Any:
@@ -195,10 +195,10 @@ class MambaSSM(Adapter):
 
         with contextlib.ExitStack() as stack:
             for index, skipped in enumerate(self.blocks[:layer]):
-                block = self.module.get_submodule(skipped)
+                block = submodule(self.module, skipped)
                 stack.enter_context(swapped_forward(block, passing(block.forward, index)))
             if layer < len(self.blocks):
-                block = self.module.get_submodule(self.blocks[layer])
+                block = submodule(self.module, self.blocks[layer])
                 stack.enter_context(block.register_forward_pre_hook(feed, with_kwargs=True, prepend=True))
             yield
 

@@ -17,7 +17,7 @@ from probelens.adapters.hf.decoder import is_hf
 from probelens.errors import InputError
 from probelens.hooks.adapter import Adapter
 from probelens.hooks.config import Call, ModelConfig, StopForward
-from probelens.hooks.forwards import called_with, device_of, refuse_replaced_forward, swapped_forward
+from probelens.hooks.forwards import called_with, device_of, refuse_replaced_forward, submodule, swapped_forward
 from probelens.hooks.points import NOTES, RESID, HookPoint
 from probelens.hooks.switchboard import Tap
 from probelens.hooks.wrapping import own_layers, unadapted
@@ -93,7 +93,7 @@ class TorchRNN(Adapter):
         )
 
     def _rnn(self, path: str) -> nn.RNNBase:
-        return self.module.get_submodule(path)  # type: ignore[return-value]
+        return submodule(self.module, path)  # type: ignore[return-value]
 
     def points(self) -> list[HookPoint]:
         out: list[HookPoint] = []

@@ -10,6 +10,7 @@ from torch import nn
 from probelens.adapters.hf import mixers as _mamba
 from probelens.adapters.hf.blocks import join
 from probelens.adapters.hf.decoder import HFAdapter, is_hf
+from probelens.hooks.forwards import submodule
 from probelens.hooks.points import HookPoint
 from probelens.hooks.switchboard import Tap
 
@@ -48,7 +49,7 @@ class HFMamba(HFAdapter):
         return _mamba.faster_mixers(self, self.instrumented_paths())
 
     def instrument(self, path: str, tap: Tap) -> contextlib.AbstractContextManager[None]:
-        return _mamba.instrumented(self.module.get_submodule(path), tap)
+        return _mamba.instrumented(submodule(self.module, path), tap)
 
     def resumer(self, model: HookedModel) -> Resumer | None:
         from probelens.adapters.hf.resume import Recurrent

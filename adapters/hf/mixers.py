@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from probelens.errors import InputError
 from probelens.hooks.adapter import Adapter
-from probelens.hooks.forwards import device_of, refuse_replaced_forward, replaced_forward, swapped_forward
+from probelens.hooks.forwards import device_of, refuse_replaced_forward, replaced_forward, submodule, swapped_forward
 from probelens.hooks.points import HookPoint
 from probelens.hooks.switchboard import Tap
 from probelens.hooks.trials import agree, remembered
@@ -28,7 +28,7 @@ _SEEN: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionar
 
 def mixer_points(adapter: Adapter, prefix: str, path: str) -> list[HookPoint]:
     """The points of the mixer at ``path``: its input and output, and everything between."""
-    mixer = adapter.module.get_submodule(path)
+    mixer = submodule(adapter.module, path)
     out = []
     for name, point in (MAMBA2_POINTS if is_mamba2(mixer) else MAMBA_POINTS).items():
         full, side = f"{prefix}mixer.{name}", name.removeprefix("hook_")
@@ -46,8 +46,8 @@ def faster_mixers(adapter: Adapter, paths: list[str]) -> list[str]:
     """Of these mixers, those that the reference forward runs faster: all on a CPU, where there are no kernels."""
     return [
         path for path in paths
-        if device_of(adapter.module.get_submodule(path)) == torch.device("cpu")
-        and replaced_forward(adapter.module.get_submodule(path), PACKAGES, METHODS) is None
+        if device_of(submodule(adapter.module, path)) == torch.device("cpu")
+        and replaced_forward(submodule(adapter.module, path), PACKAGES, METHODS) is None
     ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from probelens.hooks.forwards import swapped_forward
+from probelens.hooks.forwards import submodule, swapped_forward
 from probelens.hooks.model import HookedModel
 from probelens.kernels.ssm import is_mamba2, mamba2_mixer, mamba_mixer
 from probelens.kernels.tap import NullTap
@@ -82,7 +82,7 @@ class Recurrent(Resumer):
 
     def __init__(self, model: HookedModel) -> None:
         super().__init__(model)
-        self.mixers: list[Any] = [model.module.get_submodule(p) for p in model.adapter.instrumented_paths()]
+        self.mixers: list[Any] = [submodule(model.module, p) for p in model.adapter.instrumented_paths()]
         self.kept: list[tuple[Tensor, Tensor]] = []
 
     @classmethod

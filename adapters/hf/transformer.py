@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from probelens.adapters.hf import attention as _attention
 from probelens.adapters.hf.blocks import ATTENTION, BlockParts, first_child, join, parts_of, uses_interface
 from probelens.adapters.hf.decoder import HFAdapter, is_hf
-from probelens.hooks.forwards import attach_to_module
+from probelens.hooks.forwards import attach_to_module, submodule
 from probelens.hooks.points import HookPoint, in_block
 from probelens.hooks.switchboard import Switchboard, Tap
 
@@ -78,14 +78,14 @@ class HFTransformer(HFAdapter):
     def _attention_points(self, prefix: str, path: str, parts: BlockParts) -> list[HookPoint]:
         if parts.attention is None:
             return []
-        attention = self.module.get_submodule(join(path, parts.attention))
+        attention = submodule(self.module, join(path, parts.attention))
         points = []
         if uses_interface(attention):
             points = [
                 self.interior(f"{prefix}attn.{name}", join(path, parts.attention), axes=axes, note=note)
                 for name, (axes, note) in _INSIDE.items()
             ]
-        if parts.attn_down and self._heads_of(attention) and not _is_linear(self.module.get_submodule(path)):
+        if parts.attn_down and self._heads_of(attention) and not _is_linear(submodule(self.module, path)):
             where, heads = join(path, parts.attn_down), self.cfg.n_heads
             note = "values mixed by the pattern, before attention's output projection"
             points.append(self.boundary(prefix + "attn.hook_z", where, "in", axes=HEADS, heads=heads, note=note))
@@ -124,14 +124,14 @@ class HFTransformer(HFAdapter):
         flat = ".mlp." in point.name or point.name.endswith((".hook_mlp_out", ".hook_resid_mid"))
         if point.block is not None and flat:
             # Some blocks (OPT's) and some mixtures of experts run on (batch · pos, d_model).
-            return _attach_unflattened(switchboard, point, self.module.get_submodule(self.blocks[point.block]))
+            return _attach_unflattened(switchboard, point, submodule(self.module, self.blocks[point.block]))
         return attach_to_module(switchboard, point)
 
     def instrumented_paths(self) -> list[str]:
         return list(dict.fromkeys(p.module for p in self.all_points if p.kind == "interior"))
 
     def instrument(self, path: str, tap: Tap) -> contextlib.AbstractContextManager[None]:
-        module = self.module.get_submodule(path)
+        module = submodule(self.module, path)
         return _attention.instrumented(module, getattr(module, "config", self.config), tap)
 
     def resumer(self, model: HookedModel) -> Resumer | None:
@@ -146,7 +146,7 @@ class HFTransformer(HFAdapter):
         parts, last = self.block_parts[layer], tail.rsplit(".", 1)[-1]
         if last in parts.absent:
             return parts.absent[last]
-        kind = type(self.module.get_submodule(self.blocks[layer])).__name__
+        kind = type(submodule(self.module, self.blocks[layer])).__name__
         if tail.startswith("attn.") or last == "hook_attn_out":
             if parts.attention is None:
                 return f"block {layer} (a {kind}) has no attention; use hook_mixer_out"
@@ -160,7 +160,7 @@ class HFTransformer(HFAdapter):
             inside = f"blocks.{layer}.mixer."
             if any(p.kind == "interior" and p.name.startswith(inside) for p in self.all_points):
                 return None
-            mixer = self.module.get_submodule(join(self.blocks[layer], parts.mixer))
+            mixer = submodule(self.module, join(self.blocks[layer], parts.mixer))
             return (
                 f"the mixer of block {layer} (a {type(mixer).__name__}) has no reference forward here, so its "
                 "inside is out of reach; use hook_mixer_out"

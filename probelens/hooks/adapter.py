@@ -24,6 +24,7 @@ from probelens.hooks.forwards import (
     length_of_output,
     passed_over,
     stopped_before,
+    submodule,
 )
 from probelens.hooks.points import NOTES, HookPoint, boundary, interior
 from probelens.hooks.switchboard import Switchboard, Tap
@@ -234,7 +235,7 @@ class Adapter:
 
     def device(self) -> torch.device:
         """Where the inputs go: the device of the embedding, otherwise of the first parameter."""
-        places = (device_of(self.module.get_submodule(path)) for path in (self.parts.get("embed", ""), ""))
+        places = (device_of(submodule(self.module, path)) for path in (self.parts.get("embed", ""), ""))
         return next(filter(None, places), torch.device("cpu"))
 
     def blocks_with(self, path: str) -> list[int]:
@@ -430,7 +431,7 @@ class Adapter:
             Nothing. Afterwards the forward is the module's own.
         """
         module = self._block_or_readout(layer)
-        skipped = [self.module.get_submodule(path) for path in self.blocks[:layer]]
+        skipped = [submodule(self.module, path) for path in self.blocks[:layer]]
         if skipped and self._block_outputs is None:
             call = self.call(torch.zeros(1, 1, dtype=torch.long, device=self.device()), None, {})
             with self.stopping_at(1):
@@ -441,7 +442,7 @@ class Adapter:
 
     def _block_or_readout(self, layer: int) -> nn.Module:
         path = self.blocks[layer] if layer < len(self.blocks) else self.after_blocks()
-        return self.module.get_submodule(path)
+        return submodule(self.module, path)
 
 
 @functools.cache

@@ -40,6 +40,16 @@ class SwappedForward:
         )
 
 
+def submodule(root: nn.Module, path: str) -> nn.Module:
+    """A module at a path that was there when ``root`` was wrapped; an InputError where it has been taken away."""
+    try:
+        return root.get_submodule(path)
+    except AttributeError as err:
+        raise InputError(
+            f"the model has changed since it was wrapped: {path!r} is gone ({err}). Wrap it again: pl.wrap(model.module)"
+        ) from err
+
+
 def replaced_forward(
     module: nn.Module, packages: Collection[str], methods: Collection[str] = ("forward",)
 ) -> str | None:
@@ -211,7 +221,7 @@ def attach_to_module(switchboard: Fires, point: HookPoint) -> list[Any]:
     """PyTorch hooks on the module at ``point.site`` that fire the point; returns their handles."""
     name, site = point.name, point.site
     assert site is not None, f"{name!r} is a boundary point without a site"
-    module = switchboard.root.get_submodule(site.path)
+    module = submodule(switchboard.root, site.path)
     moved: dict[int, Tensor] = {}
 
     def fire(value: Tensor | PackedSequence) -> tuple[bool, Any]:
@@ -258,7 +268,7 @@ def attach_to_module(switchboard: Fires, point: HookPoint) -> list[Any]:
     handles = [module.register_forward_pre_hook(before, with_kwargs=True)]
     if site.carry is not None:
         # Before the other hooks there: hook_resid_post must see the moved output.
-        block = switchboard.root.get_submodule(site.carry)
+        block = submodule(switchboard.root, site.carry)
         handles.append(block.register_forward_hook(carry, with_kwargs=True, prepend=True))
     return handles
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from probelens.hooks.forwards import submodule
 from probelens.hooks.trials import faster_forwards_agree
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def faster_forwards(model: HookedModel, names: Iterable[str] = ()) -> Iterator[N
         and not any(
             module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
             for path in paths
-            for module in model.module.get_submodule(path).modules()
+            for module in submodule(model.module, path).modules()
         )
     )
     with (

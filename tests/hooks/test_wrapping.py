@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -235,3 +236,30 @@ def test_load_runs_no_code_from_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(pl.InputError):
         pl.load(folder)
     assert not (tmp_path / "ran").exists()
+
+
+def _shorten(module: torch.nn.Module) -> None:
+    del next(m for m in module.modules() if isinstance(m, torch.nn.ModuleList))[-1]
+
+
+def _other_mlp(module: torch.nn.Module) -> None:
+    module.set_submodule("gpt_neox.layers.2.mlp", torch.nn.Identity())
+
+
+@pytest.mark.parametrize(
+    ("family", "change"), [("neox", _shorten), ("neox", _other_mlp), ("mamba", _shorten), ("lstm", _shorten)]
+)
+def test_a_model_that_changed_after_it_was_wrapped_says_so_and_can_be_wrapped_again(family: str, change: Any) -> None:
+    model, x = pl.wrap(zoo.build(family)), zoo.tokens()
+    change(model.module)
+    calls: dict[str, Any] = {
+        "cache": lambda: model.run_with_cache(x), "hook": lambda: model.add_hook("*", lambda tensor, hook: None),
+        "collect": lambda: pl.collect(model, x, None),
+    }  # fmt: skip
+    for call in calls.values():
+        with pytest.raises(pl.InputError, match=r"has changed since it was wrapped: '.+2.*' is gone .*Wrap it again"):
+            call()
+    assert not model.has_hooks()
+    assert any("is gone" in row["problem"] for row in model.verify(x).failures())
+    again = pl.wrap(model.module)
+    assert len(again.run_with_cache(x)[1]) == len(again.points.named)
