@@ -132,8 +132,9 @@ class HFAdapter(Adapter):
 
 
 def load_pretrained(
-    name: str, *, device: str | torch.device | None, dtype: torch.dtype | str | None, trust_remote_code: bool, **kw: Any
-) -> tuple[nn.Module, Any]:
+    name: str, *, device: str | torch.device | None, dtype: torch.dtype | str | None, trust_remote_code: bool,
+    strict: bool = True, **kw: Any,
+) -> tuple[nn.Module, Any]:  # fmt: skip
     """A causal language model and its tokenizer (None if it has none) from the hub or a folder.
 
     A checkpoint in mamba-ssm's own format is read into transformers' class. Where the hub can't be reached, the local
@@ -156,7 +157,9 @@ def load_pretrained(
         module = mamba_ssm.load(name, dtype=_dtype(dtype), **hub)
     else:
         try:
-            module = AutoModelForCausalLM.from_pretrained(name, **({"dtype": dtype} if dtype else {}), **options)
+            module, info = AutoModelForCausalLM.from_pretrained(
+                name, output_loading_info=True, **({"dtype": dtype} if dtype else {}), **options
+            )
         except Exception as err:
             # Of a damaged folder transformers raises errors of every kind.
             why = str(err) if isinstance(err, (OSError, ValueError)) else f"{type(err).__name__}: {err}"
@@ -174,6 +177,8 @@ def load_pretrained(
                 f"can't load {name!r} as a causal language model: {why}\n"
                 "Give the id of a model on the Hugging Face hub or a folder made by save_pretrained()."
             ) from err
+        if strict:
+            _require_whole(name, module, info)
     module = module.eval() if device is None else module.eval().to(device)
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
     if os.path.isdir(name) and not any(os.path.exists(os.path.join(name, file)) for file in files):
@@ -185,6 +190,20 @@ def load_pretrained(
         # A model saved without a tokenizer is complete: it takes tokens, and text is refused by name.
         tokenizer = None
     return module, tokenizer
+
+
+def _require_whole(name: str, module: nn.Module, info: dict[str, Any]) -> None:
+    """Refuse a checkpoint that leaves weights of the model as they were drawn, or has weights that it doesn't use."""
+    wrong = {
+        "has no weights for": info["missing_keys"], "has weights that it doesn't use": info["unexpected_keys"],
+        "has weights of another shape for": [key[0] for key in info["mismatched_keys"]],
+    }  # fmt: skip
+    said = [f"{what} {len(keys)} of them, such as {min(keys)!r}" for what, keys in wrong.items() if keys]
+    if said:
+        raise InputError(
+            f"the checkpoint {name!r} doesn't fit the {type(module).__name__} of its config: it {'; '.join(said)}. Check "
+            "config.json against the weights, or give strict=False to load it all the same, missing weights drawn at random."
+        )
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

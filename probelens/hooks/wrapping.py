@@ -1,7 +1,7 @@
 """Wrapping: finds the adapter for a model and makes a HookedModel of the two.
 
 Adapters are found among the installed entry points of ``probelens.adapters``, built-in ones in the same way as those
-of other packages. One that fails to import is left out with a warning.
+of other packages. One that fails to import, or doesn't answer as an adapter, is passed over with a warning.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import importlib.metadata
 import os
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -60,17 +61,26 @@ def wrap(module: Any, adapter: str | type[Adapter] | None = None, **options: Any
         )
     options = {k: v for k, v in options.items() if v is not None}
     module = unwrap(module)
-    found = find_adapter(module, adapter, options)
-    old: Any = getattr(found, "wrap", None)
-    if old is not None:
-        warnings.warn(
-            f"{found.__name__}.wrap is deprecated: define {found.__name__}.adapt, which returns the adapter alone",
-            DeprecationWarning, stacklevel=2,
-        )  # fmt: skip
-        model: HookedModel = old(module, **options)
-        return model
-    made = found.adapt(module, **options)
-    return HookedModel(made.module, made)
+    passed: set[type[Adapter]] = set()
+    while True:
+        found = find_adapter(module, adapter, options, passed)
+        old: Any = getattr(found, "wrap", None)
+        if old is not None:
+            warnings.warn(
+                f"{found.__name__}.wrap is deprecated: define {found.__name__}.adapt, which returns the adapter alone",
+                DeprecationWarning, stacklevel=2,
+            )  # fmt: skip
+            model = old(module, **options)
+        else:
+            made = found.adapt(module, **options)
+            model = HookedModel(made.module, made) if isinstance(made, Adapter) else made
+        if isinstance(model, HookedModel):
+            return model
+        reason = f"it made a {type(model).__name__} of a {type(module).__name__}, which is no adapter"
+        if adapter is not None:
+            raise AdapterNotFoundError(f"adapter {found.name!r} can't be used: {reason}")
+        _pass_over(found.name, reason)
+        passed.add(found)
 
 
 @functools.lru_cache(maxsize=1)
@@ -90,15 +100,36 @@ def _load(name: str) -> type[Adapter] | str:
     """The adapter class behind an entry point, or why it can't be used."""
     try:
         found = _entry_points()[name].load()
-    except Exception as err:
+    except (Exception, SystemExit) as err:
         # Another package's import may fail in any way; it must not take the others with it.
         reason = f"{type(err).__name__}: {err}"
     else:
-        if isinstance(found, type) and issubclass(found, Adapter):
+        if not (isinstance(found, type) and issubclass(found, Adapter)):
+            reason = f"it is {found!r}, not a subclass of probelens.Adapter"
+        elif not isinstance(found.priority, (int, float)):
+            reason = f"its priority is {found.priority!r}, not a number"
+        elif not isinstance(found.options, (tuple, list)):
+            reason = f"its options are {found.options!r}, not a tuple of names"
+        else:
             return found
-        reason = f"it is {found!r}, not a subclass of probelens.Adapter"
-    warnings.warn(f"probelens adapter {name!r} can't be used: {reason}", RuntimeWarning, stacklevel=3)
+    _pass_over(name, reason)
     return reason
+
+
+def _pass_over(name: str, reason: str) -> None:
+    warnings.warn(f"probelens adapter {name!r} can't be used: {reason}", RuntimeWarning, stacklevel=4)
+
+
+def _matches(name: str, cls: type[Adapter], module: Any) -> bool:
+    """Whether an adapter says that it knows the module; one that raises or answers neither yes nor no is passed over."""
+    try:
+        answer: Any = cls.matches(module)
+    except Exception as err:
+        _pass_over(name, f"its matches() raised {type(err).__name__}: {err}")
+        return False
+    if not isinstance(answer, bool):
+        _pass_over(name, f"its matches() returned {answer!r}, neither True nor False")
+    return answer is True
 
 
 def adapters() -> dict[str, type[Adapter]]:
@@ -113,14 +144,16 @@ def adapters() -> dict[str, type[Adapter]]:
 
 
 def find_adapter(
-    module: Any, name: str | type[Adapter] | None = None, options: dict[str, Any] | None = None
-) -> type[Adapter]:
+    module: Any, name: str | type[Adapter] | None = None, options: dict[str, Any] | None = None,
+    without: Collection[type[Adapter]] = (),
+) -> type[Adapter]:  # fmt: skip
     """The adapter class for a model.
 
     Args:
         module: What the user wants to wrap.
         name: Entry point name, or the class itself, to skip the search.
         options: Keywords for the adapter. One that no matching adapter takes is an error.
+        without: Adapters that the search passes over.
 
     Returns:
         The first adapter, most particular first, whose ``matches`` says yes.
@@ -147,10 +180,11 @@ def find_adapter(
             raise AdapterNotFoundError(f"adapter {name!r} can't be used: {found}")
         _check_options(found, name, wanted)
         return found
-    matching = [(key, cls) for key, cls in adapters().items() if cls.matches(module)]
+    usable = [(key, cls) for key, cls in adapters().items() if cls not in without]
+    matching = [(key, cls) for key, cls in usable if _matches(key, cls, module)]
     if wanted:
         # blocks="…" says that the user describes the model: the adapter that needs nothing else is meant.
-        taking = [(key, cls) for key, cls in adapters().items() if wanted <= set(cls.options)]
+        taking = [(key, cls) for key, cls in usable if wanted <= set(cls.options)]
         chosen = [pair for pair in matching if pair in taking] or [pair for pair in taking if pair[1].any_module]
         if not chosen:
             if matching:

@@ -23,6 +23,7 @@ def load(
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
     trust_remote_code: bool = False,
+    strict: bool = True,
     **kw: Any,
 ) -> HookedModel:
     """Load a model from the Hugging Face hub or a folder, in eval mode, and wrap it.
@@ -35,13 +36,14 @@ def load(
         device: Where the model goes.
         dtype: Dtype to load in; None for the checkpoint's own choice.
         trust_remote_code: Run code that comes with the checkpoint. Off unless asked for.
+        strict: Refuse a checkpoint that has no weights for a part of the model, or weights that the model doesn't use.
         **kw: For ``AutoModelForCausalLM.from_pretrained``, such as ``revision=``.
 
     Returns:
         The hooked model, with its tokenizer if it has one.
 
     Raises:
-        InputError: No such model, or it can't be read.
+        InputError: No such model, it can't be read, or its weights don't fit its config.
         StoreError: A formal model's file that is damaged.
     """
     if not isinstance(name, (str, os.PathLike)):
@@ -68,5 +70,7 @@ def load(
         )
     from probelens.adapters.hf.decoder import load_pretrained
 
-    module, tokenizer = load_pretrained(text, device=device, dtype=dtype, trust_remote_code=trust_remote_code, **kw)
+    module, tokenizer = load_pretrained(
+        text, device=device, dtype=dtype, trust_remote_code=trust_remote_code, strict=strict, **kw
+    )
     return wrap(module, adapter, tokenizer=tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import warnings
@@ -73,6 +74,42 @@ def test_adapters_of_other_packages_work_by_entry_point_and_a_broken_one_hurts_n
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "ok"
+
+
+BAD = """
+from probelens.hooks.adapter import Adapter
+
+class Bad(Adapter):
+    name = "bad"
+    priority = 99
+"""
+FAULTS = {
+    "matches raises": BAD + "    matches = classmethod(lambda cls, module: {}['boom'])",
+    "matches gives text": BAD + "    matches = classmethod(lambda cls, module: 'no')",
+    "matches gives a tensor": "import torch\n" + BAD + "    matches = classmethod(lambda cls, module: torch.zeros(3))",
+    "adapt gives a number": BAD
+    + "    matches = classmethod(lambda cls, module: True)\n    adapt = classmethod(lambda cls, module, **o: 42)",
+    "exits on import": "import sys\nsys.exit(3)",
+    "priority is text": BAD.replace("99", "'high'"),
+    "options are none": BAD + "    options = None",
+    "no class": "Bad = 5",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_foreign_adapter_that_misbehaves_is_named_and_passed_over(tmp_path: Path, fault: str) -> None:
+    install(tmp_path, "badpack", FAULTS[fault], "bad = badpack:Bad")
+    code = f"""
+import sys, warnings
+sys.path[:0] = [{str(tmp_path)!r}, {str(Path(zoo.__file__).parent)!r}]
+import zoo, probelens as pl
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    print(pl.wrap(zoo.build("neox")).cfg.n_layers)
+assert any("adapter 'bad' can't be used" in str(w.message) for w in seen), [str(w.message) for w in seen]
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "3"), done.stderr
 
 
 def test_every_built_in_adapter_imports_and_none_imports_its_backend() -> None:
@@ -218,6 +255,19 @@ def test_load_reads_a_saved_model_and_its_tokenizer(tmp_path: Path) -> None:
     assert torch.equal(zoo.logits(model.module, x), zoo.logits(raw, x))
     half = pl.load(str(tmp_path / "model"), dtype=torch.bfloat16)
     assert half.cfg.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("layers", "says"), [(2, "doesn't use"), (4, "no weights for")])
+def test_a_checkpoint_that_does_not_fill_its_model_is_refused_unless_asked(
+    tmp_path: Path, layers: int, says: str
+) -> None:
+    raw = zoo.build("neox")  # three layers
+    raw.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+    with pytest.raises(pl.InputError, match=says):
+        pl.load(tmp_path)
+    assert pl.load(tmp_path, strict=False).cfg.n_layers == layers
 
 
 @pytest.mark.parametrize("name", ["", "nobody/has-this-model", "/no/such/folder"])
