@@ -182,7 +182,7 @@ def _effect(row: Mapping[str, Any], draws: int) -> str:
     over = _EQUAL[row["effect_against"]]
     p = "" if row["effect_p"] is None else f", p = {row['effect_p']:.2g}"
     if p and draws < _ENOUGH:
-        p += f" (with {count(draws, 'draw')} at least {1 / (draws + 1):.2g})"
+        p += f" (the smallest possible with {count(draws, 'draw')} is 1/{draws + 1})"
     interval = between(row["effect_lo"], row["effect_hi"], fixed)
     unit = "" if row["chance"] is None else ", as a share of the accuracy above chance"
     return f" Effect beyond random subspaces {over}: {fixed(row['effect'])}{interval}{unit}{p}."

@@ -141,8 +141,8 @@ class PatchSitesResult(Rows):
         absent = [row["site"] for row in self.rows if row["recovery"] is None]
         what = "recovers" if self.mode == "denoise" else "removes"
         lines = [
-            f"{self.metric} on {count(self.values.shape[-1], 'pair')}, patched at m and read at m or T ({self.mode}). Each letter is "
-            "a site and where it is read, as the column description says.",
+            f"{self.metric} on {count(self.values.shape[-1], 'pair')}, patched at position m, read there or where the pair is read, "
+            f"T ({self.mode}). Each letter is a site and where it is read, as the column description says.",
             f"Of the values that the architecture fixes, {listed(wrong)}." if wrong else
             f"The values that the architecture fixes came out as they must ({holds})." if forced else "",
             *(

@@ -12,7 +12,7 @@ from torch import Tensor
 from probelens.numerics.effects import max_t_over_sites
 from probelens.results.columns import Column
 from probelens.results.rows import Rows
-from probelens.results.sentences import count, layers, listed, percent, place, positions
+from probelens.results.sentences import count, layers, percent, place, positions
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -95,7 +95,7 @@ class InterchangeResult(Rows):
             f"({percent(best['iia_lo'])} to {percent(best['iia_hi'])}). Beside it: {said}."
         )
         said = "; ".join(
-            f"{word} at {listed(_at([t for t in targets if t['verdict'] == word]))}"
+            f"{word} at {_at([t for t in targets if t['verdict'] == word])}"
             for word in dict.fromkeys(t["verdict"] for t in targets)
         )
         lines.append(f"Verdict: {said}.")
@@ -112,7 +112,7 @@ class InterchangeResult(Rows):
         return plots.interchange(self.to_dataframe(), title=title)
 
 
-def _at(rows: Sequence[dict[str, Any]]) -> list[str]:
+def _at(rows: Sequence[dict[str, Any]]) -> str:
     """Where rows were measured, layers with the same positions together: "layer 0, positions 1 to 4"."""
     by_layer: dict[int, dict[str, None]] = {}
     for row in rows:
@@ -120,7 +120,7 @@ def _at(rows: Sequence[dict[str, Any]]) -> list[str]:
     alike: dict[str, list[int]] = {}
     for layer, found in by_layer.items():
         alike.setdefault("" if "all" in found else f", {positions(found)}", []).append(layer)
-    return [f"{layers(at)}{said}" for said, at in alike.items()]
+    return ", and at ".join(f"{layers(at)}{said}" for said, at in alike.items())
 
 
 def interchange_rows(

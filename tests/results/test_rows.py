@@ -182,7 +182,7 @@ def test_an_ablation_says_what_it_cost_beside_its_controls_and_the_verdict() -> 
     assert repr(ablation()).splitlines() == [
         "AblationResult: 'state' removed at 1 site, on 4 sequences. Without ablation accuracy is 90.0 %, chance 50.0 %.",
         "Costs most at layer 3 (blocks.3.hook_resid_post), rank 2: 40 points [38, 43]. Effect beyond random subspaces at "
-        "equal variance: -0.72 [-0.80, -0.70], as a share of the accuracy above chance, p = 1 (with 1 draw at least 0.5).",
+        "equal variance: -0.72 [-0.80, -0.70], as a share of the accuracy above chance, p = 1 (the smallest possible with 1 draw is 1/2).",
         "There random subspaces cost 1 point at equal rank and 69 at equal variance, the top principal components 20.",
         "There a linear probe reads 98.0 % before, refitted 95.0 %; baseline 50.0 %.",
         "Verdict: inconclusive at layer 3 (still read by a refitted linear probe: 95.0 %, baseline 50.0 %).",
@@ -371,13 +371,17 @@ def test_an_interchange_says_layers_and_positions_in_words() -> None:
     row = {"condition": "target", "rank": 1, "iia": 1.0, "iia_lo": 0.9, "iia_hi": 1.0}
     each = [
         {**row, "site": f"s{layer}", "layer": layer, "pos": pos, "verdict": word}
-        for layer, pos, word in [*((layer, p, "used") for layer in (-1, 0, 1) for p in "1234"), (2, "6", "not here")]
+        for layer, pos, word in [
+            *((layer, p, "used") for layer in (-1, 0, 1) for p in "1234"),
+            (2, "6", "not here"),
+            (3, "7", "not here"),
+        ]
     ]
     whole = [{**row, "site": "s", "layer": layer, "pos": "all", "verdict": "used"} for layer in (-1, 0, 1)]
     some = torch.ones(1, 3, dtype=torch.bool)
     said = [pl.InterchangeResult(rows, some, some[0]).findings()[-1] for rows in (each, whole)]
     assert said == [
-        "Verdict: used at the embedding and layers 0 and 1, positions 1 to 4; not here at layer 2, position 6.",
+        "Verdict: used at the embedding and layers 0 and 1, positions 1 to 4; not here at layer 2, position 6, and at layer 3, position 7.",
         "Verdict: used at the embedding and layers 0 and 1.",
     ]
 
