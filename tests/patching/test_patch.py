@@ -248,3 +248,16 @@ def test_a_sweep_takes_no_shortcut_where_something_goes_around_the_blocks() -> N
     with torch.no_grad():
         for i, site in enumerate(got.sites):
             assert torch.allclose(got.values[i, 1], by_hand(model, pairs, site, 1), atol=1e-5)
+
+
+def test_the_last_block_alone_is_patched_where_a_projection_comes_after_it() -> None:
+    # What this block returns is wider than what the final norm gets, so a run can't begin with the edited output.
+    model = pl.wrap(zoo.more("opt-norm-after"))
+    source, at = zoo.tokens(4, 8), torch.full((4,), 3)
+    pairs = pl.PatchPairs(source, (source + 1) % zoo.VOCAB, at, at, torch.tensor([[0, 1]] * 4))
+    found = pl.patch(model, pairs, ("resid_post", -1), pos="each")
+    assert found.path == "resume"
+    assert torch.allclose(found.values[0, 3], found.clean, atol=1e-5)
+    rest = [pos for pos in range(8) if pos != 3]
+    assert torch.allclose(found.values[0, rest], found.corrupted.expand(7, -1), atol=1e-5)
+    assert not torch.allclose(found.clean, found.corrupted, atol=1e-3)

@@ -261,8 +261,10 @@ class Resume(Strategy):
                 tensor = Entry(point, edit.edit_for(rows)).forward(tensor, point)
             return tensor
         hooks = [(one.name, one.edit_for(rows)) for one in job.interventions]
-        start = job.start if job.start > 0 else None
-        inputs = self.work.tokens[rows] if start is None else cache[f"blocks.{start}.hook_resid_pre"]
+        # Where a block's output isn't what the next one receives, what entered the block may not have been kept.
+        entered = f"blocks.{job.start}.hook_resid_pre"
+        start = job.start if job.start > 0 and entered in cache else None
+        inputs = self.work.tokens[rows] if start is None else cache[entered]
         with self.resumer.running():
             out: Tensor = self.work.model.run_with_hooks(inputs, hooks, start_at_layer=start, stop_at_layer=job.stop)
         return out
