@@ -99,9 +99,10 @@ def ablate(
     Raises:
         UnknownHookError: A site that the model doesn't have.
         ShapeError: A subspace of another width, or a site with axes beside (batch, pos, d).
-        InputError: An unknown label, metric or control, a value that isn't a subspace, NaN at a site, or a memory budget
-            that one sequence exceeds.
-        MetricError: The model has fewer logits than the label has classes, or they hold NaN.
+        InputError: An unknown label, metric or control, a single sequence, a value that isn't a subspace, NaN at a site,
+            or a memory budget that one sequence exceeds.
+        MetricError: The model has fewer logits than the label has classes, or they hold NaN; a metric that is NaN or
+            doesn't take its arguments.
 
     Source:
         arXiv 2606.00926 v2 (refit and matched controls); Ravfogel et al. 2020, arXiv 2004.07667.

@@ -139,7 +139,7 @@ def length_transfer(
         of chance: there nothing can drop, and the damage means nothing.
 
     Raises:
-        InputError: An unknown label, no lengths, or a subspace of another width.
+        InputError: No task, an unknown label, no lengths, no subspaces, or a subspace of another width.
         UnknownHookError: A site that the model doesn't have.
     """
     need_wrapped(model)

@@ -50,6 +50,7 @@ def attribute(
     Raises:
         InputError: What ``patch`` refuses, a point from which no gradient comes back, or a model that gives none: one
             run elsewhere, or made under ``torch.inference_mode``.
+        MetricError: A metric without a gradient, or one that ``patch`` refuses.
 
     Source:
         Nanda 2023; Syed, Rager and Conmy 2023, arXiv 2310.10348.

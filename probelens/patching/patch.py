@@ -56,6 +56,7 @@ def patch(
         InputError: An unknown mode, metric or position, a point without positions and ``pos`` other than None,
             an answer outside the vocabulary, or a memory budget that one pair at one patch exceeds.
         UnknownHookError: A site that the model doesn't have.
+        MetricError: A metric that is NaN for every pair, or doesn't take its arguments.
 
     Source:
         Denoising ρ = (LD_patch − LD_corr)/(LD_clean − LD_corr): Heimersheim and Nanda 2024,
