@@ -39,8 +39,8 @@ All of these take the same forms:
 - the keys of the subspaces given to `ablate`, `dose_response`, `length_transfer` and `interchange`;
 - `cache[...]` and `activations[...]`, where the name must mean one point;
 - `model.hook_points(...)` and `model.verify(names=...)`;
-- `--match` of `probelens hooks` and `probelens verify`. It is one text, so of the forms below it takes names, shorthands such
-  as `resid_post` and `k6`, `layers`, module paths and globs, but no pairs, predicates or lists.
+- `--match` of `probelens hooks` and `probelens verify`, repeated or with commas: names, shorthands such as `resid_post` and `k6`,
+  `layers`, module paths and globs; `resid_post,0,-1` is a shorthand with its layers.
 
 | form | for example | means |
 |---|---|---|

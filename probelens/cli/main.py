@@ -27,6 +27,9 @@ from probelens.errors import (
 )
 from probelens.experiments.executors import current, handling, named, using
 from probelens.experiments.settings import configure, restore, unknown
+from probelens.hooks.model import HookedModel
+from probelens.hooks.names import ALL_NAMES, resolve
+from probelens.hooks.points import HookPoint
 
 # Errors that the user can fix by giving something else: exit status 2. Any other error: 1.
 UNUSABLE = (InputError, StoreError, UnknownHookError, AdapterNotFoundError, MissingDependencyError)
@@ -194,14 +197,35 @@ def _list(args: argparse.Namespace) -> int:
     return 0
 
 
+def _matched(model: HookedModel, args: argparse.Namespace) -> list[HookPoint] | None:
+    """The hook points that ``--match`` means, or None where it isn't given: names, each with layers after it or none."""
+    if args.match is None:
+        return None
+    names: list[Any] = []
+    # A comma between brackets belongs to a glob.
+    for text in re.split(r",(?![^\[\]]*\])", ",".join(args.match)):
+        if names and re.fullmatch(r"-?\d+", text):
+            short = names[-1] if isinstance(names[-1], str) else names[-1][0]
+            # The first layer takes the place of the name for every layer.
+            names[len(names) - isinstance(names[-1], str) :] = [(short, int(text))]
+        else:
+            names.append(text)
+    try:
+        return resolve(model, names)
+    except UnknownHookError as err:
+        raise UnknownHookError(str(err).replace(ALL_NAMES, f"All names: probelens hooks {args.model}")) from None
+
+
 def _hooks(args: argparse.Namespace) -> int:
-    table = _load(args.model).hook_points(args.match)
+    model = _load(args.model)
+    table = model.hook_points(_matched(model, args))
     print(table.to_json(orient="records", indent=2) if args.json else table.to_string(index=False))
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
-    report = _load(args.model).verify(names=args.match, progress=not args.quiet)
+    model = _load(args.model)
+    report = model.verify(names=_matched(model, args), progress=not args.quiet)
     if args.json:
         content = {"model": report.model, "ok": report.ok, "left_behind": report.left_behind, "points": report.rows}
         print(json.dumps(content, indent=2))

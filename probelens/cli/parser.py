@@ -125,7 +125,7 @@ def build(do: Mapping[str, Callable[[argparse.Namespace], int]]) -> tuple[Parser
         "  probelens hooks ./my_model --json | jq -r '.[].name'",
     )  # fmt: skip
     hooks.add_argument("model", metavar="MODEL", help="hub id or folder")
-    hooks.add_argument("--match", metavar="NAMES", help="only these: 'blocks.0.*', resid_post, …")
+    _match_option(hooks)
     hooks.add_argument("--json", action="store_true", help="machine-readable")
 
     verify = command(
@@ -137,7 +137,7 @@ def build(do: Mapping[str, Callable[[argparse.Namespace], int]]) -> tuple[Parser
         "  probelens verify ./my_model --match 'blocks.0.*'",
     )  # fmt: skip
     verify.add_argument("model", metavar="MODEL", help="hub id or folder")
-    verify.add_argument("--match", metavar="NAMES", help="only these: 'blocks.0.*', resid_post, …")
+    _match_option(verify)
     verify.add_argument("--all", action="store_true", help="also list the points that pass")
     _output_options(verify)
 
@@ -169,6 +169,14 @@ def build(do: Mapping[str, Callable[[argparse.Namespace], int]]) -> tuple[Parser
 
 def _set_option(parser: argparse.ArgumentParser, dest: str, flag: str, text: str) -> None:
     parser.add_argument(flag, action="append", default=[], metavar="KEY=VALUE", dest=dest, help=text)
+
+
+def _match_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--match", metavar="NAMES", action="append",
+        help="only these: names, shorthands and globs with commas between them, 'blocks.0.*' or resid_post,embed; a number "
+        "is a layer of the name before it: resid_post,0,-1; may be repeated",
+    )  # fmt: skip
 
 
 def _output_options(parser: argparse.ArgumentParser) -> None:

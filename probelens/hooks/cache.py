@@ -77,7 +77,9 @@ class ActivationCache(Mapping[str, Tensor]):
         self.cache_dict = dict(cache_dict)
         self.model = model
         self.has_batch_dim = has_batch_dim
-        self._known = ({}, None) if model is None else (model.points.aliases, model.points.n_layers)
+        self._known = (
+            ({}, None) if model is None else ({**model.points.paths, **model.points.aliases}, model.points.n_layers)
+        )
 
     def __copy__(self) -> ActivationCache:
         return ActivationCache(self.cache_dict, self.model, self.has_batch_dim)
@@ -96,9 +98,11 @@ class ActivationCache(Mapping[str, Tensor]):
         try:
             return self._table().one(key)
         except UnknownHookError as err:
+            part = self.model is not None and not self.model.points.named.keys() <= self.cache_dict.keys()
+            chosen = " (what names_filter asked for)" if part else ""
             raise UnknownHookError(
-                f"{err}{self._absent(key)}. This cache holds {len(self.cache_dict)} activations (what names_filter asked for); "
-                "list them with cache.keys()"
+                f"{err}{self._absent(key)}. This cache holds {len(self.cache_dict)} activations{chosen}; list them with "
+                "cache.keys()"
             ) from None
 
     def _absent(self, key: Names) -> str:

@@ -88,6 +88,12 @@ class Points(NameTable):
         self.named = {point.name: point for point in adapter.all_points}
         aliases = {other: point.name for point in adapter.all_points for other in point.aliases}
         super().__init__(self.named, aliases, adapter.cfg.n_layers)
+        # What the tensor of a point can also be called: by the path of the module that it enters or leaves as it is.
+        self.paths = {
+            f"{point.site.path}.hook_{point.site.side}": point.name
+            for point in adapter.all_points
+            if point.site is not None and point.site == Site(point.site.path, point.site.side)
+        }
         for point in adapter.all_points:
             self._take(point)
 

@@ -46,6 +46,8 @@ class NameTable:
     ) -> None:
         self.names, self.aliases = names, aliases or {}
         blocks = (in_block(name)[0] for name in names) if n_layers is None else ()
+        # Of a model it is all blocks, of names alone those that they show.
+        self.whole = n_layers is not None
         self.n_layers = n_layers or 1 + max((block for block in blocks if block is not None), default=-1)
 
     def alias(self, name: str) -> str:
@@ -129,8 +131,9 @@ class NameTable:
             return self._text(short) if kind is None else (self._inside(short, None, kind), False)
         n, layer = self.n_layers, as_layer(layer)
         if not -n <= layer < n:
+            found = f"the model has {n} blocks" if self.whole else f"the last block here is {n - 1}"
             raise UnknownHookError(
-                f"layer {layer} was asked for at {short!r}, but the model has {n} blocks: allowed are {-n} to {n - 1}"
+                f"layer {layer} was asked for at {short!r}, but {found}: allowed are {-n} to {n - 1}"
             )
         full = full_name(short, layer % n, kind)
         name = self.alias(full)
@@ -175,13 +178,17 @@ class NameTable:
         """The error for what fits nothing, with the nearest names."""
         if callable(asked):
             return UnknownHookError("the predicate accepts none of these hook points")
-        return UnknownHookError(f"hook point {asked!r} not found. Nearest: {listed(self.near(asked))}")
+        beyond = self.whole and (in_block(asked_name(asked))[0] or 0) >= self.n_layers
+        why = f": the model has {self.n_layers} blocks" if beyond else ""
+        return UnknownHookError(f"hook point {asked!r} not found{why}. Nearest: {listed(self.near(asked))}")
 
     def near(self, asked: Names) -> list[str]:
         """Up to three full names most like what was asked for, or shorthands where one was asked for."""
-        full, known = asked_name(asked), [*self.names, *self.aliases]
+        full, known = asked_name(asked), [*self.names, *(a for a, name in self.aliases.items() if name in self.names)]
         if isinstance(asked, str) and not any(char in asked for char in "*?[."):
-            short = [LAYER_AXIS, *sorted({n.rsplit(".", 1)[-1].removeprefix("hook_") for n in self.names})]
+            short = sorted({n.rsplit(".", 1)[-1].removeprefix("hook_") for n in self.names})
+            if self.alias("blocks.0.hook_resid_pre") in self.names:
+                short.insert(0, LAYER_AXIS)
             return nearest(asked, short) or nearest(full, known) or short[:5]
         block, _ = in_block(full)
         inside = [name for name in known if block is not None and in_block(name)[0] == block]

@@ -214,7 +214,7 @@ def collect(
         None if mask is None else mask[:, kept],
         tokens.cpu() if not tokens.is_floating_point() else None,
         model.cfg.model_name,
-        {other: point.name for point in points for other in point.aliases},
+        {other: name for other, name in {**model.points.paths, **model.points.aliases}.items() if name in names},
     )
 
 

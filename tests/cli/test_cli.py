@@ -277,6 +277,12 @@ def test_hooks_lists_the_points_of_a_model(run: Any, models: Path) -> None:
     none = run("hooks", models / "neox", "--match", "blocks.0.hook_resid_pots")
     assert none.status == 2
     assert "hook_resid_post" in none.err
+    assert f"All names: probelens hooks {models / 'neox'}" in none.err
+    several = ("--match", "blocks.[0,2].hook_resid_pre,embed", "--match", "resid_post,0,-1")
+    assert [row["name"] for row in json.loads(run("hooks", models / "neox", "--json", *several).out)] == [
+        "blocks.0.hook_resid_pre", "blocks.2.hook_resid_pre", "hook_embed", "blocks.0.hook_resid_post", "blocks.2.hook_resid_post",
+    ]  # fmt: skip
+    assert "layer 7 was asked for at 'resid_post'" in run("verify", models / "neox", "--match", "resid_post,7").err
     assert "blocks.0.rnn.hook_h" in run("hooks", models / "gru").out, "a formal model's folder"
 
 

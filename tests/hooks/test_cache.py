@@ -164,7 +164,7 @@ def test_batch_axis(cache: pl.ActivationCache) -> None:
     [
         (("resid_post", 3), "3 blocks"),
         (("resid_pots", 1), "hook_resid_post"),
-        ("blocks.0.hook_resid_pots", "names_filter"),
+        ("blocks.0.hook_resid_pots", r"hook_resid_post.*holds 44 activations; list"),
         (("resid_post", 1.5), r"the layer is an integer, got 1\.5"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -277,6 +278,29 @@ def test_a_cache_says_why_the_architecture_has_no_such_point(family: str) -> Non
     for key, reason in ((asked, text), (("resid_pre", 0), "what names_filter asked for")):
         with pytest.raises(pl.UnknownHookError, match=reason):
             cache[key]
+
+
+def test_what_a_cache_or_activations_lack_is_answered_with_what_they_have() -> None:
+    model = MODELS["neox"]
+    found = {
+        "cache": model.run_with_cache(BATCH.tokens, ["resid_post", "blocks.0.hook_mlp_out"])[1],
+        "acts": pl.collect(model, BATCH, ["resid_post", "blocks.0.hook_mlp_out"]),
+    }
+    for thing in found.values():
+        assert thing["gpt_neox.layers.1.hook_out"] is thing["resid_post", 1]
+        for key in ("foo", "blocks.7.hook_resid_post", "blocks.0.hook_resid_pre"):
+            with pytest.raises(pl.UnknownHookError) as said:
+                thing[key]
+            nearest = re.findall(r"'([^']+)'", str(said.value).split("Nearest: ")[1].split(". ")[0])
+            assert nearest
+            assert all(name in ("resid_post", "mlp_out") or name in thing for name in nearest), nearest
+    with pytest.raises(pl.UnknownHookError, match=r"the model has 3 blocks.*what names_filter asked for"):
+        found["cache"]["blocks.7.hook_resid_post"]
+    with pytest.raises(pl.UnknownHookError, match="the last block here is 0: "):
+        pl.collect(model, BATCH, ["blocks.0.hook_resid_post"])["resid_post", 2]
+    with pytest.raises(pl.UnknownHookError) as said:
+        model.run_with_cache(BATCH.tokens)[1]["foo"]
+    assert "names_filter" not in str(said.value)
 
 
 def test_what_fits_points_of_several_parts_asks_which() -> None:
