@@ -90,7 +90,9 @@ def noted(note: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except Exception as err:
-        err.add_note(note())
+        text = note()
+        if text not in getattr(err, "__notes__", ()):
+            err.add_note(text)
         raise
 
 

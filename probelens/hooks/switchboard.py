@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -47,8 +48,17 @@ class Entry:
             return self._listen_to_gradient(tensor, hook)
         self.fired += 1
         fn = self.fn if self.keep is None or not last_use else self.keep
-        with _named(hook):
-            new = fn(tensor, hook=hook)
+        try:
+            with _named(hook):
+                new = fn(tensor, hook=hook)
+        except RecursionError as err:
+            frames = [frame for frame, _ in traceback.walk_tb(err.__traceback__)]
+            if sum(frame.f_code is Entry.forward.__code__ for frame in frames) < 2:
+                raise
+            raise InputError(
+                f"the hook at {hook.name!r} runs its own model, and that run calls the hook again, without end. Run the model "
+                "before, and let the hook use the result, or run another wrapped model: pl.wrap(copy.deepcopy(model.module))"
+            ) from None
         return tensor if new is None else checked(new, tensor, hook)
 
     def _listen_to_gradient(self, tensor: Tensor, hook: HookPoint) -> Tensor:

@@ -699,3 +699,18 @@ def test_a_run_from_the_middle_is_refused_where_something_goes_around_the_blocks
     # Not block 0's output: the way around begins with it.
     assert set(notes) == {"blocks.1.hook_resid_pre", "blocks.1.hook_resid_post"}
     assert all(pl.wrap(zoo.build(name)).can_start_at(1) for name in ("neox", "mamba", "lstm", "gru-fused-time-first"))
+
+
+@pytest.mark.parametrize("site", ["blocks.0.hook_resid_post", "blocks.0.mixer.hook_conv"])
+def test_a_hook_that_runs_its_own_model_is_an_error_that_says_so_once(site: str) -> None:
+    model, x = pl.wrap(zoo.build("mamba")), zoo.tokens()
+    with pytest.raises(pl.InputError, match=f"the hook at '{site}' runs its own model") as said:
+        model.run_with_hooks(x, [(site, lambda tensor, hook: model(x) and None)])
+    assert len(said.value.__notes__) == 1
+
+    def deep(tensor: torch.Tensor, hook: object) -> None:
+        deep(tensor, hook)
+
+    with pytest.raises(RecursionError):
+        model.run_with_hooks(x, [(site, deep)])
+    assert not model.has_hooks()
