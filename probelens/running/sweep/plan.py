@@ -170,15 +170,18 @@ class SweepPlan:
         Raises:
             HookNotFiredError: An edit that the run didn't reach.
         """
-        work = self._strategy.work
-        if state_of(work.model) == work.state:
-            with contextlib.suppress(TrialFailed):
-                return SweepResult(*self._strategy.run_all(progress, describe), self.path, self.why)
-        again = plan(
-            work.model, work.tokens, work.conditions, work.read, batch_size=work.batch_size, attention_mask=work.mask,
-            memory=work.memory, source_bytes=work.source,
-        )  # fmt: skip
-        return again.run(progress, describe)
+        now, work = self, self._strategy.work
+        if state_of(work.model) != work.state:
+            now = plan(
+                work.model, work.tokens, work.conditions, work.read, batch_size=work.batch_size, attention_mask=work.mask,
+                memory=work.memory, source_bytes=work.source,
+            )  # fmt: skip
+        try:
+            return SweepResult(*now._strategy.run_all(progress, describe), now.path, now.why)
+        except TrialFailed:
+            # Not planned anew: a model that changes whenever it runs would have its failed trial forgotten.
+            strategy, why = choose(now._strategy.work, resume=False)
+            return SweepResult(*strategy.run_all(progress, describe), strategy.path, why)
 
 
 def plan(
