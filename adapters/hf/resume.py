@@ -53,7 +53,9 @@ class KeyValues(Resumer):
 
     def tail(self, resid: Tensor, layer: int, pos: int, until: int) -> Tensor:
         past = {} if pos == 0 else self._with(self._before(pos, range(layer, until), len(resid)))
-        out: Tensor = self.model(resid, start_at_layer=layer, stop_at_layer=until, **past)
+        # The sweep has tried that a run may start here; a trial in the midst of this one would see the kept keys.
+        call = self.model.prepare(resid, start=layer, extra=past)
+        out: Tensor = self.model.run(call, start=layer, stop=until, resid=resid)
         return out
 
     def _with(self, cache: Any) -> dict[str, Any]:
@@ -136,7 +138,8 @@ class Recurrent(Resumer):
             }
 
         with self._mixing(begin):
-            out: Tensor = self.model(resid, start_at_layer=layer, stop_at_layer=until)
+            call = self.model.prepare(resid, start=layer)
+            out: Tensor = self.model.run(call, start=layer, stop=until, resid=resid)
         return out
 
     @contextlib.contextmanager

@@ -84,6 +84,7 @@ def probe(
         Voita and Titov 2020, arXiv 2003.12298 (codelength).
 
     Examples:
+        >>> import torch
         >>> x = torch.randn(60, 5, 8, generator=torch.Generator().manual_seed(0))
         >>> result = probe(x, (x[..., 2] > 0).long())
         >>> result.accuracy("activations") > 0.9
