@@ -209,8 +209,10 @@ def test_masks_equal_eager_attention_under_padding(name: str, side: str) -> None
         raw.config._attn_implementation = "eager"
     shifted = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if (name, side) in SHIFTED else {}
     eager = zoo.logits(raw, x, attention_mask=mask, **shifted)
+    # Zamba2 of transformers 5.13 lets padding on the left change real tokens by some 1e-3.
+    changed = name == "zamba2" and (eager[0, 3:] - zoo.logits(raw, x[:1, 3:])[0]).abs().max() > 1e-4
     raw.config._attn_implementation = before
-    if side == "left" and name in ("bart", "recurrent-gemma"):
+    if side == "left" and (changed or name in ("bart", "recurrent-gemma")):
         with pytest.raises(pl.InputError, match="padding before real tokens"):
             model(x, attention_mask=mask)
         return
