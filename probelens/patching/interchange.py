@@ -284,10 +284,14 @@ def _parts(
     about = {"site": name, "layer": model.point(name).depth, "draw": 0, "control_overlap": None}
     out = [
         Swapped({**about, "condition": "full", "rank": space.d}, None, None),
-        Swapped({**about, "condition": "target", "rank": space.rank}, left, right),
+        Swapped({**about, "condition": "target", "rank": space.rank, "control_problem": None}, left, right),
         Swapped({**about, "condition": "complement", "rank": space.d - space.rank}, left, right, True),
     ]
+    problem = out[1].about
     if not space.rank or space.rank >= space.d:
+        problem["control_problem"] = (
+            "the subspace is empty or the whole activation, so there is nothing to compare with"
+        )
         return out
     target = space if isinstance(space, Subspace) else Subspace(torch.linalg.qr(space.left).Q.mT, space.mean)
 
@@ -298,14 +302,17 @@ def _parts(
     if "random" in kinds:
         out += [control("random", i, random(space.rank, space.d, seed=seed * 1000 + i)) for i in range(draws)]
     if space.d > _WIDEST:
+        problem["control_problem"] = (
+            f"the activation is {space.d} wide, over {_WIDEST}: only random subspaces are drawn"
+        )
         return out
     # What an interchange moves is a difference of two runs, so that is what a control must match.
     second = change.double().mT @ change.double() / len(change)
     if "random_matched" in kinds and draws:
         try:
             found = random_matched(target, second, n=draws, seed=seed)
-        except InputError:
-            found = []  # nothing else carries as much: the row of the full swap and the complement remain
+        except InputError as err:
+            found, problem["control_problem"] = [], str(err)
         out += [control("random_matched", i, q) for i, q in enumerate(found)]
     if "orthogonal_pca" in kinds:
         basis = target.basis.to(second)

@@ -53,6 +53,7 @@ class InterchangeResult(Rows):
         Column("draw", int, "Number of the draw of a random control, from 0."),
         Column("rank", int, "Dimensions taken."),
         Column("control_overlap", float | None, "Share of the target that a control shares; from 0.3 on it is no control.", SHARE),
+        Column("control_problem", str | None, "Why controls that were asked for are missing, or None.", on=TARGETS),
         Column("n", int, "Pairs counted: those that both runs answer correctly.", "pairs"),
         Column("iia", float | None, "Pairs whose argmax over all classes is the source's answer; None without pairs.", SHARE),
         Column("iia_lo", float, "Lower end of its exact 95 % interval.", SHARE),

@@ -149,6 +149,16 @@ def test_a_position_that_nobody_reads_is_not_where_the_answer_is() -> None:
     assert row["verdict"] == "not here"
 
 
+def test_a_control_that_cannot_be_drawn_is_said_beside_the_target() -> None:
+    model, pairs = known()
+    strongest = interchange(model, pairs, {"blocks.0.hook_resid_post": axis(0)}, pos=2).targets()[0]
+    assert "variance" in strongest["control_problem"]
+    weak = interchange(model, pairs, {"blocks.0.hook_resid_post": axis(2)}, pos=2).targets()[0]
+    assert weak["control_problem"] is None
+    whole = interchange(model, pairs, {"blocks.0.hook_resid_post": axis(*range(6))}, pos=2).targets()[0]
+    assert "nothing to compare" in whole["control_problem"]
+
+
 def test_few_pairs_are_underpowered() -> None:
     model, pairs = known()
     row = interchange(model, pairs[:3], {"blocks.0.hook_resid_post": axis(0)}, pos=2).targets()[0]
