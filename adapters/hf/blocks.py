@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from probelens.hooks.wrapping import unadapted
+
 ATTENTION = ("attention", "attn", "self_attn", "self_attention")
 MIXERS = (
     "mixer", "mamba", "mamba_decoder.mamba", "linear_attn", "conv", "temporal_block", "recurrent_block",
@@ -19,6 +21,9 @@ UP = ("gate_proj", "dense_h_to_4h", "c_fc", "fc1", "fc_in", "up_proj", "w1")
 UP_LINEAR = (("gate_proj", "up_proj"), ("w1", "w3"))
 DOWN = ("down_proj", "dense_4h_to_h", "c_proj", "fc2", "fc_out", "w2")
 OUT = ("o_proj", "dense", "c_proj", "out_proj")
+# What an attention may call the width of a head, of its values first, and the number of its heads.
+_HEAD_WIDTH = ("v_head_dim", "head_dim", "head_size", "attention_head_size", "d_head", "key_value_proj_dim")
+_HEAD_COUNT = ("num_heads", "n_heads", "num_attention_heads", "n_head")
 # Norms that read the residual between the two halves of a block.
 _MIDDLE = (
     "post_attention_layernorm", "ln_2", "ln2", "norm_2", "pre_ff_layernorm", "channel_pre_norm", "ffn_norm",
@@ -95,6 +100,32 @@ def uses_interface(attention: nn.Module) -> bool:
         # Added to the scores inside the kernel, where our function doesn't add it.
         return False
     return "ALL_ATTENTION_FUNCTIONS" in getattr(code, "co_names", ())
+
+
+def head_count(attention: nn.Module, down: nn.Module, heads: int) -> int | None:
+    """How many vectors side by side the output projection ``down`` reads; None where the layer doesn't say.
+
+    Layers of one model differ: some are made with another number of heads, others were pruned. So the width that the
+    projection reads and the width of a head decide, and ``heads``, the config's number, only where the layer keeps neither
+    the width of a head nor a count, and runs transformers' attention interface.
+    """
+    width = _width_in(unadapted(down))
+    for name in _HEAD_WIDTH:
+        size = getattr(attention, name, None)
+        if isinstance(size, int) and size > 0:
+            return width // size if width and width % size == 0 else None
+    counts = [getattr(attention, name, None) for name in _HEAD_COUNT]
+    count = next((n for n in counts if isinstance(n, int) and n > 0), heads if uses_interface(attention) else 0)
+    return count if count and not (width and width % count) else None
+
+
+def _width_in(layer: nn.Module) -> int | None:
+    size = getattr(layer, "in_features", None)
+    if isinstance(size, int):
+        return size
+    # transformers' Conv1D keeps its weight as (in, out).
+    weight = getattr(layer, "weight", None)
+    return int(weight.shape[0]) if isinstance(weight, nn.Parameter) and hasattr(layer, "nf") else None
 
 
 def parts_of(block: nn.Module, config: Any) -> BlockParts:

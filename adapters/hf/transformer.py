@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import threading
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from probelens.adapters.hf import attention as _attention
-from probelens.adapters.hf.blocks import ATTENTION, BlockParts, first_child, join, parts_of, uses_interface
+from probelens.adapters.hf.blocks import ATTENTION, BlockParts, first_child, head_count, join, parts_of, uses_interface
 from probelens.adapters.hf.decoder import HFAdapter, is_hf
 from probelens.hooks.forwards import attach_to_module, submodule
 from probelens.hooks.points import HookPoint, in_block
@@ -50,6 +51,11 @@ class HFTransformer(HFAdapter):
             if first is not None:
                 self.segments[canonical] = first
             self.segments |= {f"{i}.{canonical}": path for i, path in places.items() if path != first}
+        counts = collections.Counter(filter(None, map(self._heads, range(len(self.blocks)))))
+        if counts and self.cfg.n_heads not in counts:
+            # The config's number is that of another stack, or was true before heads were pruned.
+            self.cfg.n_heads = counts.most_common(1)[0][0]
+            self.cfg.d_head = self.cfg.d_model // self.cfg.n_heads
 
     @classmethod
     def matches(cls, module: Any) -> bool:
@@ -68,14 +74,14 @@ class HFTransformer(HFAdapter):
 
     def block_points(self, layer: int, path: str) -> list[HookPoint]:
         prefix, parts = f"blocks.{layer}.", self.block_parts[layer]
-        points = self._attention_points(prefix, path, parts)
+        points = self._attention_points(layer, prefix, path, parts)
         if parts.middle is not None:
             where = join(path, parts.middle)
             note = "residual between attention and MLP; an edit reaches both the MLP and the residual stream"
             points.append(self.boundary(prefix + "hook_resid_mid", where, "in", carry=path, note=note))
         return points + self._mlp_points(prefix, path, parts)
 
-    def _attention_points(self, prefix: str, path: str, parts: BlockParts) -> list[HookPoint]:
+    def _attention_points(self, layer: int, prefix: str, path: str, parts: BlockParts) -> list[HookPoint]:
         if parts.attention is None:
             return []
         attention = submodule(self.module, join(path, parts.attention))
@@ -85,8 +91,8 @@ class HFTransformer(HFAdapter):
                 self.interior(f"{prefix}attn.{name}", join(path, parts.attention), axes=axes, note=note)
                 for name, (axes, note) in _INSIDE.items()
             ]
-        if parts.attn_down and self._heads_of(attention) and not _is_linear(submodule(self.module, path)):
-            where, heads = join(path, parts.attn_down), self.cfg.n_heads
+        where, heads = join(path, parts.attn_down or ""), self._heads(layer)
+        if heads and not _is_linear(submodule(self.module, path)):
             note = "values mixed by the pattern, before attention's output projection"
             points.append(self.boundary(prefix + "attn.hook_z", where, "in", axes=HEADS, heads=heads, note=note))
         if parts.attn_out is not None:
@@ -95,10 +101,12 @@ class HFTransformer(HFAdapter):
             points.append(self.boundary(prefix + "hook_attn_out", where, "out", scale=scale, note=note))
         return points
 
-    def _heads_of(self, attention: nn.Module) -> bool:
-        # Whether the input of the output projection is n_heads vectors side by side, as far as one can tell.
-        counts = [getattr(attention, name, None) for name in ("num_heads", "n_heads", "num_attention_heads")]
-        return bool(self.cfg.n_heads) and (uses_interface(attention) or self.cfg.n_heads in counts)
+    def _heads(self, layer: int) -> int | None:
+        path, parts = self.blocks[layer], self.block_parts[layer]
+        if parts.attention is None or parts.attn_down is None:
+            return None
+        attention, down = (submodule(self.module, join(path, part)) for part in (parts.attention, parts.attn_down))
+        return head_count(attention, down, self.cfg.n_heads)
 
     def _mlp_points(self, prefix: str, path: str, parts: BlockParts) -> list[HookPoint]:
         inner: dict[str, Any] = {"axes": MLP_AXES}
