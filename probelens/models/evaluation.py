@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from probelens.errors import InputError, ShapeError
 from probelens.models.config import labels_of
-from probelens.numerics.stats import ratio_of_means
+from probelens.numerics.shares import share_interval
 from probelens.results.columns import Column, table
 from probelens.results.rows import Rows
 from probelens.results.sentences import between, count, hundredths, percent
@@ -170,7 +170,7 @@ def evaluate(
             for length in lengths:
                 batch = task.sample(n, length=length, seed=derive_seed(seed, "evaluate", length))
                 predicted = predict(module, batch.tokens, slices, batch_size)
-                rows += _rows(batch, predicted, task, length, trained_length, late, seed)
+                rows += _rows(batch, predicted, task, length, trained_length, late)
     finally:
         module.train(training)
     return EvalResult(task=task.name, trained_length=trained_length, rows=rows)
@@ -252,7 +252,7 @@ def predict(module: nn.Module, tokens: Tensor, slices: dict[str, slice], batch_s
 
 
 def _rows(
-    batch: Batch, predicted: dict[str, Tensor], task: Task, length: int, trained_length: int, late: int, seed: int
+    batch: Batch, predicted: dict[str, Tensor], task: Task, length: int, trained_length: int, late: int
 ) -> list[dict[str, Any]]:
     t = torch.arange(1, batch.tokens.shape[1] + 1) - (batch.tokens.shape[1] - length)
     spans = {"all": t > 0, "trained": (t > 0) & (t <= trained_length), "beyond": t > trained_length, "late": t > late}
@@ -268,9 +268,10 @@ def _rows(
             total = torch.bincount(truth[chosen], minlength=task.n_classes[label])
             right = torch.bincount(truth[chosen], weights=hit, minlength=task.n_classes[label])
             hits = ((classes == truth) & chosen).sum(1).double()
-            interval = ratio_of_means(hits[None], chosen.sum(1).double()[None], n_draws=1000, seed=seed)
+            some = chosen.any(1)
+            low, high = share_interval(hits[some], chosen.sum(1)[some]) if int(some.sum()) > 1 else (0.0, 1.0)
             row: dict[str, Any] = {"label": label, "length": length, "span": span, "accuracy": float(hit.mean())}
-            row |= {"lo": float(interval.low.clamp(min=0)), "hi": float(interval.high.clamp(max=1))}
+            row |= {"lo": low, "hi": high}
             row["balanced_accuracy"] = float((right[total > 0] / total[total > 0]).mean())
             rows.append(row | {"n_positions": count, "n_sequences": int(chosen.any(1).sum())})
     return rows

@@ -17,6 +17,7 @@ from probelens.errors import InputError, ShapeError
 from probelens.numerics.bootstrap import Array, Scale, Statistic, Values, as_tensor, by_seed, calibrate, resample
 from probelens.numerics.modes import exact
 from probelens.numerics.permutation import SignFlip, holm, max_t, sign_flip, smallest_p
+from probelens.numerics.shares import exact_interval, share_interval
 from probelens.results.result import Result
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 __all__ = ["Interval", "contrast", "coverage", "hierarchical_bootstrap", "paired_difference", "ratio_of_means"]
-__all__ += ["SignFlip", "holm", "max_t", "sign_flip", "smallest_p"]
+__all__ += ["SignFlip", "exact_interval", "holm", "max_t", "share_interval", "sign_flip", "smallest_p"]
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def hierarchical_bootstrap(
         statistic: Function of a seed's mean, vectorised over leading axes: (..., *features) -> (..., *out). Default:
             the mean itself.
         scale: "logit" for accuracies and other shares, which stay between 0 and 1. Not for values that may have either
-            sign, such as a drop. A share of exactly 0 or 1 has an interval of width zero.
+            sign, such as a drop. A share of exactly 0 or 1 has the exact interval of as many trials as there are examples.
         n_draws: Bootstrap draws.
         level: Nominal coverage.
         seed: Seeds the draws.
@@ -226,6 +227,13 @@ def contrast(
             'Give scale="linear" for values that may have either sign.'
         )
     draws, low, high = calibrate(estimate, np.asarray(raw), np.sqrt(total), df, level, scale)
+    n_examples = sum(len(rows) for group in nested for rows in group)
+    if scale == "logit":
+        least, most = (
+            exact_interval(n_examples, n_examples, level=level)[0],
+            exact_interval(0, n_examples, level=level)[1],
+        )
+        low, high = np.where(estimate == 1, least, low), np.where(estimate == 0, most, high)
     return Interval(
         estimate=as_tensor(estimate),
         low=as_tensor(low),
@@ -236,7 +244,7 @@ def contrast(
         df=as_tensor(df),
         level=level,
         n_seeds=sum(len(p[0]) for p in parts),
-        n_examples=sum(len(rows) for group in nested for rows in group),
+        n_examples=n_examples,
         scope="examples only" if min(map(len, nested)) == 1 else "seeds and examples",
     )
 

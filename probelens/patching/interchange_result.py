@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from probelens.numerics.effects import max_t_over_sites
+from probelens.numerics.shares import exact_interval
 from probelens.results.columns import Column
 from probelens.results.rows import Rows
 from probelens.results.sentences import count, layers, percent, place, positions
@@ -170,13 +171,11 @@ def interchange_rows(
 
 def _share(hits: Tensor) -> dict[str, Any]:
     """A share with its exact binomial interval, which has a width at 0 and 1 as well."""
-    from scipy.stats import binomtest
-
     n, k = len(hits), int(hits.sum())
     if not n:
         return {"n": 0, "iia": None, "iia_lo": 0.0, "iia_hi": 1.0}
-    found = binomtest(k, n).proportion_ci(0.95, method="exact")
-    return {"n": n, "iia": k / n, "iia_lo": float(found.low), "iia_hi": float(found.high)}
+    low, high = exact_interval(k, n)
+    return {"n": n, "iia": k / n, "iia_lo": low, "iia_hi": high}
 
 
 def _tests(rows: Sequence[dict[str, Any]], targets: Sequence[dict[str, Any]]) -> None:

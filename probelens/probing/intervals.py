@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError
+from probelens.numerics.shares import share_interval
 from probelens.numerics.stats import ratio_of_means
 
 
@@ -22,11 +23,10 @@ def by_group(groups: Tensor, *per_sequence: Tensor) -> list[Tensor]:
     return [empty.index_add(0, where, values[counts].double()) for values in per_sequence]
 
 
-def share_interval(right: Tensor, keep: Tensor, groups: Tensor, n_boot: int, seed: int) -> tuple[float, float]:
-    """The 95 % interval over groups of the share of guesses that are right, where they count, within 0 and 1. (n, pos)"""
+def accuracy_interval(right: Tensor, keep: Tensor, groups: Tensor) -> tuple[float, float]:
+    """The 95 % interval over groups of the share of guesses that are right, where they count. (n, pos)"""
     hits, counted = by_group(groups, right.double().sum(1), keep.double().sum(1))
-    found = ratio_of_means(hits[None], counted[None], n_draws=n_boot, seed=seed)
-    return float(found.low.clamp(min=0)), float(found.high.clamp(max=1))
+    return share_interval(hits, counted)
 
 
 def r2_interval(

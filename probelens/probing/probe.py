@@ -69,11 +69,12 @@ def probe(
         seeds: Several seeds, each with a split and probes of its own.
         max_rows: At most so many training rows of class labels, and of the codelength, drawn at random; None for all.
         tol: Relative gap in the objective at which the solver stops.
-        n_boot: Resamples of test sequences for each interval.
+        n_boot: Resamples of test sequences for the interval of each R²; those of accuracies are computed.
         progress: Show a progress bar.
 
     Returns:
-        Accuracies on the test sequences with 95 % intervals over their groups.
+        Accuracies on the test sequences with 95 % intervals over their groups, ``share_interval``'s: one of 1 has a lower
+        end below 1.
 
     Raises:
         ShapeError: Labels, mask or groups that don't fit the activations.

@@ -12,7 +12,7 @@ from torch import Tensor
 from probelens.probing.data import Data
 from probelens.probing.directions import Directions
 from probelens.probing.fitting import Fitted, by_position, share
-from probelens.probing.intervals import r2_interval, share_interval
+from probelens.probing.intervals import accuracy_interval, r2_interval
 from probelens.probing.mdl import online_codelength
 from probelens.probing.result import CONTROL, LOCATED, TASK, UNTRAINED, ProbeResult, key
 from probelens.probing.splits import Split
@@ -110,7 +110,7 @@ class Recorder:
         right = (guess == truth) & keep
         scored = keep.any(1)
         per_sequence = right[scored].double().sum(1) / keep[scored].double().sum(1)
-        low, high = share_interval(right, keep, self.data.groups[self.split.test], self.n_boot, self.seed)
+        low, high = accuracy_interval(right, keep, self.data.groups[self.split.test])
         total = torch.bincount(truth[keep], minlength=fit.n_classes).double()
         recall = torch.bincount(truth[right], minlength=fit.n_classes).double() / total
         accuracy = share(right[keep])

@@ -58,15 +58,17 @@ def test_the_width_in_log_odds_is_the_t_interval_of_the_survey_literature():
     assert float(hierarchical_bootstrap(values).high) > 1, "the control: the linear one leaves the range of shares"
 
 
-def test_log_odds_are_symmetric_and_of_a_perfect_score_say_nothing():
+def test_log_odds_are_symmetric_and_a_perfect_score_has_the_exact_bound_of_its_examples():
     values = (np.random.default_rng(0).random((4, 60)) < 0.9) * 1.0
     right, wrong = (hierarchical_bootstrap(v, scale="logit") for v in (values, 1 - values))
     assert float(right.low) == pytest.approx(1 - float(wrong.high))
     perfect = hierarchical_bootstrap(np.ones((3, 20)), scale="logit")
-    assert (float(perfect.low), float(perfect.estimate), float(perfect.high)) == (1.0, 1.0, 1.0)
+    assert (float(perfect.estimate), float(perfect.high)) == (1.0, 1.0)
+    assert float(perfect.low) == pytest.approx(0.025 ** (1 / 60))
+    assert float(hierarchical_bootstrap(np.zeros((3, 20)), scale="logit").high) == pytest.approx(1 - 0.025 ** (1 / 60))
     both = hierarchical_bootstrap(np.stack([values, np.ones_like(values)], axis=-1), scale="logit")
     assert float(both.low[0]) == pytest.approx(float(right.low), abs=0.02)
-    assert float(both.low[1]) == 1.0
+    assert float(both.low[1]) == pytest.approx(0.025 ** (1 / 240))
 
 
 def test_plain_percentiles_cover_too_little_with_few_seeds():

@@ -324,7 +324,15 @@ def test_sequences_of_unequal_length_count_by_their_positions() -> None:
     right = result.sequences("label")[:, 0].double() * counted
     want = ratio_of_means(right[None], counted[None], n_draws=1000)
     assert row["accuracy"] == pytest.approx(float(want.estimate))
-    assert (row["lo"], row["hi"]) == pytest.approx((float(want.low), float(want.high)))
+    # Two methods, one answer: the bootstrap over sequences, and the exact interval of the effective number of trials.
+    assert (row["lo"], row["hi"]) == pytest.approx((float(want.low), float(want.high)), abs=0.03)
+
+
+def test_a_perfect_accuracy_has_the_exact_lower_bound_of_its_test_sequences() -> None:
+    y = torch.randint(0, 2, (100, 8), generator=torch.Generator().manual_seed(0))
+    row = pl.probe((2.0 * y - 1)[..., None] + torch.zeros(8), y).rows[0]
+    assert (row["accuracy"], row["hi"]) == (1.0, 1.0)
+    assert row["lo"] == pytest.approx(0.025 ** (1 / 20))  # 20 sequences in test, of 8 positions each
 
 
 def test_codelength_does_not_depend_on_how_classes_are_numbered() -> None:

@@ -54,7 +54,11 @@ def over_seeds(rows: pd.DataFrame, by: list[str], value: str) -> pd.DataFrame:
         row = part.iloc[0].to_dict()
         if len(part) > 1:
             found = hierarchical_bootstrap([[v] for v in part[value].astype(float)], scale=scale)
-            row |= {value: float(found.estimate), "lo": float(found.low), "hi": float(found.high)}
+            low, high = float(found.low), float(found.high)
+            if scale == "logit" and float(found.se) == 0 and {"lo", "hi"} <= set(part):
+                # Seeds that are all perfect don't show their spread; the sequences of the least certain one bound it.
+                low, high = part["lo"].min(), part["hi"].max()
+            row |= {value: float(found.estimate), "lo": low, "hi": high}
             others = ("untrained", "refit_accuracy", "probe_accuracy", "baseline", "majority")
             row |= {k: part[k].astype(float).mean() for k in others if k in part and k != value}
         made.append(row)
