@@ -212,7 +212,7 @@ def case_flipping() -> Case:
 def case_spare() -> Case:
     made = spare()
     read = pl.probe({SITE: made.acts(made.fit)}, {"y": made.fit.labels["y"]}, made.fit.groups)
-    one = pl.ablate(made.model, made.held, read, label="y").targets()[0]
+    one = pl.ablate(made.model, made.held, read, directions="filter", label="y").targets()[0]
     row = _erased(made, "y")
     naive = f"the probe's direction removed: drop {one['drop']:.2f}"
     steps = ((f"the same, with its refit: {_ablated(one)}", judge(one)), (f"LEACE of y: {_ablated(row)}", judge(row)))
@@ -231,7 +231,7 @@ def case_spare() -> Case:
 def case_crowded() -> Case:
     made = crowded()
     read = pl.probe({SITE: made.acts(made.fit)}, {"z": made.fit.labels["z"]}, made.fit.groups)
-    row = pl.ablate(made.model, made.held, read, label="z", target="y").targets()[0]
+    row = pl.ablate(made.model, made.held, read, directions="filter", label="z", target="y").targets()[0]
     naive = f"the probe's subspace of z removed: drop {row['drop']:.2f}"
     steps = ((f"the same, with its controls: {_ablated(row)}", judge(row)),)
     numbers = {"probe": read.accuracy(SITE), **_numbers(row)}

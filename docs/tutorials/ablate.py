@@ -33,7 +33,7 @@ fit, held = data["fit"], data["held"]
 # %%
 acts = pl.collect(model, fit, sites="layers")
 probes = pl.probe(acts, {"state": fit.labels["state"]}, groups=fit.groups)
-ablated = pl.ablate(model, held, probes, label="state", refit=True, controls=20)
+ablated = pl.ablate(model, held, probes, directions="filter", label="state", refit=True, controls=20)
 
 rows = pd.DataFrame(ablated.targets())
 rows[["layer", "rank", "probe_accuracy", "clean", "value", "drop", "lo", "hi"]]

@@ -12,17 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probelens.ablation.controls import CONTROLS, Control, label_of, with_controls
+from probelens.ablation.controls import CONTROLS, Control, label_asked, label_of, with_controls
 from probelens.ablation.result import AblationResult
 from probelens.ablation.scoring import Metric, accuracy_chance, after, run, score
 from probelens.errors import InputError, metric_name
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import by_point, need_wrapped
+from probelens.probing.directions import Definition
 from probelens.probing.refit import refit_check
 from probelens.probing.result import ProbeResult
 from probelens.probing.splits import groups_of
 from probelens.running.collect import collect
-from probelens.subspaces.fitted import probe_rows
+from probelens.subspaces.directions import definition_of, spaces_of
 from probelens.subspaces.leace import Eraser
 from probelens.subspaces.subspace import Subspace
 
@@ -40,6 +41,8 @@ def ablate(
     refit: bool = True,
     controls: int = 20,
     *,
+    directions: Definition | None = None,
+    rank: int | None = None,
     label: str | None = None,
     target: str | None = None,
     kinds: Sequence[Control] = CONTROLS,
@@ -61,13 +64,18 @@ def ablate(
         model: The wrapped model; run in eval mode.
         batch: Sequences that the subspaces were not fitted on. tokens (example, pos).
         subspaces: Site, named in any way that ``resolve`` takes, to Subspace (projected out, its mean kept) or Eraser;
-            or a ProbeResult, whose rows become the subspaces.
+            or a ProbeResult, of which ``directions`` says what is taken.
         metric: "accuracy" of the argmax of the logits against ``batch.labels[target]``,
             "next_token_loss" (nats), or a function of logits (batch, pos, d_vocab) and, by keyword,
             ``tokens``, ``mask`` and each label, returning (batch, pos).
         refit: Fit probes on the ablated activations: linear, one at each position, and (``mlp``) a
             small MLP.
         controls: Draws of each random control; an effect takes at least 2.
+        directions: What is taken of a ProbeResult: "class_means" (None), the span of the class means, in which the
+            classes differ at all; "pattern", the covariance of the activations with what the probe reads; "filter", the
+            probe's own rows, which may carry hardly any variance, so that removing them removes nothing; "leace", the
+            oblique eraser. See ``probelens.subspaces.directions``.
+        rank: At most so many directions of a ProbeResult, the first ones by the definition; None for all.
         label: The variable that the subspaces are about; needed unless the batch has one label.
         target: The label that the model answers with; ``label`` if None.
         kinds: Controls: random subspaces of equal rank, of equal variance removed, and the top
@@ -81,7 +89,7 @@ def ablate(
         progress: Show a progress bar.
 
     Returns:
-        Drops with intervals over sequences, damage D = drop/(clean − chance), the effect
+        The shares of variance that the subspaces carry, drops with intervals over sequences, damage D = drop/(clean − chance), the effect
         N = D − mean D of the matched controls (of the random ones where no subspace matches) with its prediction
         interval over draws and sequences, refitted accuracies, and a verdict for each site:
 
@@ -99,26 +107,26 @@ def ablate(
     Raises:
         UnknownHookError: A site that the model doesn't have.
         ShapeError: A subspace of another width, or a site with axes beside (batch, pos, d).
-        InputError: An unknown label, metric or control, a single sequence, a value that isn't a subspace, NaN at a site,
-            or a memory budget that one sequence exceeds.
+        InputError: An unknown label, metric or control, a single sequence, a value that isn't a subspace, ``directions``
+            or ``rank`` with a mapping, a ProbeResult saved without patterns, NaN at a site, or a memory budget that one
+            sequence exceeds.
         MetricError: The model has fewer logits than the label has classes, or they hold NaN; a metric that is NaN or
             doesn't take its arguments.
 
     Source:
-        arXiv 2606.00926 v2 (refit and matched controls); Ravfogel et al. 2020, arXiv 2004.07667.
+        arXiv 2606.00926 v2 (refit and matched controls); Haufe et al. 2014, NeuroImage 87 (filter and pattern); Ravfogel et al. 2020, arXiv 2004.07667.
     """
     need_wrapped(model)
-    if label is None and not isinstance(subspaces, Mapping) and len(subspaces.labels) == 1:
-        label = subspaces.labels[0] if subspaces.labels[0] in batch.labels else None
-    label = label_of(batch, label, "label")
+    label = label_asked(batch, subspaces, label)
     target = label_of(batch, target, "target") if target is not None else label
-    given = _spaces(subspaces, label)
-    spaces = by_point(model, given)
+    spaces = by_point(model, spaces_of(subspaces, label, directions, rank))
     if controls < 0 or not 0 <= alpha <= 1:
         raise InputError(f"controls must be at least 0 and alpha from 0 to 1, got {controls} and {alpha}")
     # batch.mask says where labels count; it isn't a padding mask, as it leaves out BOS, which is read.
     acts = collect(model, batch, list(spaces), batch_size=batch_size)
-    drawn = with_controls(model, acts, batch.mask, spaces, label, kinds, controls, seed)
+    drawn = with_controls(
+        model, acts, batch, spaces, label, kinds, controls, seed, definition_of(subspaces, directions)
+    )
     runs = run(model, batch, drawn, metric, target, alpha, batch_size, progress, memory)
     chance = accuracy_chance(batch, target, metric)
     rows = [{**d.about, "alpha": float(alpha)} for d in drawn]
@@ -153,22 +161,6 @@ def ablate(
         runs.path,
         torch.stack(refits) if refits else None,
     )
-
-
-def _spaces(subspaces: Any, label: str) -> dict[str, Any]:
-    if isinstance(subspaces, Mapping):
-        if not subspaces:
-            raise InputError("subspaces is empty. Give a mapping from hook point to Subspace or Eraser")
-        for name, space in subspaces.items():
-            if not isinstance(space, Subspace | Eraser):
-                raise InputError(
-                    f"the subspace for {name!r} is a {type(space).__name__}. Give a Subspace or an Eraser, "
-                    "such as probelens.leace(X, y)"
-                )
-        return dict(subspaces)
-    # Labels given to probe() without a name are called "label" there.
-    known = subspaces.labels[0] if subspaces.labels == ["label"] else label
-    return probe_rows(subspaces, known)
 
 
 def verdict(*, floor: bool, readout: bool, before: bool | None, after: bool | None) -> str:

@@ -21,9 +21,22 @@ CONDITION = (
         '"target" for the subspace asked for; controls: "random" (equal rank), "random_matched" (equal variance removed), '
         '"pca" (the top principal components).',
     ),
+    Column(
+        "directions",
+        str,
+        'What the subspace asked for is: "class_means", "pattern", "filter" or "leace" of a probe, otherwise its own label, '
+        'or "given".',
+    ),
     Column("draw", int, "Number of the draw of a control, from 0."),
     Column("rank", int, "Directions removed."),
     Column("alpha", float, "Strength: 1 removes the subspace, 0 nothing."),
+    Column("variance", float, "Share of the activations' variance that the subspace carries, on this batch.", _SHARE),
+    Column(
+        "between_variance",
+        float | None,
+        "Share of the variance between the label's classes that the subspace carries; None where there is none.",
+        _SHARE,
+    ),
 )
 SCORES = (
     Column("chance", float | None, "Best accuracy of a constant answer, averaged over sequences.", _SHARE),

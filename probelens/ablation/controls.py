@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor
 from probelens.errors import InputError, ShapeError
 from probelens.hooks.model import HookedModel
 from probelens.hooks.points import has_positions
+from probelens.numerics.linalg import between_rows
 from probelens.running.collect import Activations
+from probelens.subspaces.directions import between_share, variance_share
 from probelens.subspaces.fitted import moments, top_pca
 from probelens.subspaces.leace import Eraser
 from probelens.subspaces.matched import random, random_matched
@@ -52,6 +55,14 @@ def label_of(batch: Any, label: str | None, what: str) -> str:
     return label
 
 
+def label_asked(batch: Any, subspaces: Any, label: str | None) -> str:
+    """The variable that the subspaces are about: for None the one that a ProbeResult was fitted to, or the batch's only one."""
+    known = [] if isinstance(subspaces, Mapping) else getattr(subspaces, "labels", [])
+    if label is None and len(known) == 1 and isinstance(batch, Batch) and known[0] in batch.labels:
+        label = known[0]
+    return label_of(batch, label, "label")
+
+
 def check_activations(model: HookedModel, name: str, x: Tensor, mask: Tensor) -> None:
     """Refuse activations from which no subspace can be removed.
 
@@ -73,41 +84,54 @@ def check_activations(model: HookedModel, name: str, x: Tensor, mask: Tensor) ->
 
 
 def with_controls(
-    model: HookedModel, acts: Activations, mask: Tensor, spaces: Mapping[str, Subspace | Eraser], label: str,
-    kinds: Sequence[str], controls: int, seed: int,
+    model: HookedModel, acts: Activations, batch: Batch, spaces: Mapping[str, Subspace | Eraser], label: str,
+    kinds: Sequence[str], controls: int, seed: int, named: str | None = None,
 ) -> list[Removal]:  # fmt: skip
-    """The subspace of each site, followed by its controls, which match the variance of ``acts`` where ``mask`` is True.
+    """The subspace of each site, followed by its controls, which match the variance of ``acts`` where the mask is True.
 
-    Raises InputError for an unknown control or NaN at a site, ShapeError for other axes or a subspace of another width.
+    ``named`` is the definition of the subspaces; None for their own labels. Raises InputError for an unknown control or NaN at a site, ShapeError for other axes or a subspace of another width.
     """
     unknown = [k for k in kinds if k not in CONTROLS]
     if unknown:
         raise InputError(f"unknown control {unknown[0]!r}. Allowed: {', '.join(map(repr, CONTROLS))}")
     out: list[Removal] = []
     for name, space in spaces.items():
-        check_activations(model, name, acts[name], mask)
-        real = acts[name][mask]
+        check_activations(model, name, acts[name], batch.mask)
+        real = acts[name][batch.mask]
         if real.shape[-1] != space.d:
             raise ShapeError(
                 f"the subspace for {name!r} has width {space.d}, the activations there have {real.shape[-1]}"
             )
+        mean, covariance = moments(real)
+        between = between_rows(real, batch.labels[label][batch.mask])
         site = {"site": name, "layer": model.point(name).depth, "label": label}
-        drawn, problem = _draw_controls(space, real, kinds, controls, seed)
-        about = {**site, "condition": "target", "draw": 0, "rank": space.rank}
-        about.update(control_overlap=_overlap(space, drawn), control_problem=problem)
-        out.append(Removal(about, space if space.rank else None))
-        out += [Removal({**site, "condition": kind, "draw": i, "rank": q.rank}, q) for kind, i, q in drawn]
+        site["directions"] = named or space.label or "given"
+        drawn, problem = _draw_controls(space, mean, covariance, kinds, controls, seed)
+        about = partial(_about, site, covariance, between)
+        target = about("target", 0, space)
+        target.update(control_overlap=_overlap(space, drawn), control_problem=problem)
+        out.append(Removal(target, space if space.rank else None))
+        out += [Removal(about(kind, i, q), q) for kind, i, q in drawn]
     return out
 
 
+def _about(
+    site: dict[str, Any], covariance: Tensor, between: Tensor, kind: str, draw: int, q: Subspace | Eraser
+) -> dict[str, Any]:
+    shares = {
+        "variance": variance_share(q, covariance),
+        "between_variance": between_share(q, between) if bool(between.any()) else None,
+    }
+    return {**site, "condition": kind, "draw": draw, "rank": q.rank, **shares}
+
+
 def _draw_controls(
-    space: Subspace | Eraser, real: Tensor, kinds: Sequence[str], controls: int, seed: int
+    space: Subspace | Eraser, mean: Tensor, covariance: Tensor, kinds: Sequence[str], controls: int, seed: int
 ) -> tuple[list[tuple[str, int, Subspace]], str | None]:
     out: list[tuple[str, int, Subspace]] = []
     problem: str | None = None
     if not controls or not kinds or not space.rank:
         return out, None if space.rank else "the subspace is empty, so there is nothing to compare with"
-    mean, covariance = moments(real)
     if "random" in kinds:
         out += [("random", i, random(space.rank, space.d, seed=seed * 1000 + i, mean=mean)) for i in range(controls)]
     if "random_matched" in kinds:

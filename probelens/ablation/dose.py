@@ -11,15 +11,18 @@ from torch import Tensor
 
 from probelens.ablation.ablate import ablate
 from probelens.ablation.columns import ABLATION
-from probelens.ablation.controls import CONTROLS, Control
-from probelens.ablation.result import Costs
+from probelens.ablation.controls import CONTROLS, Control, label_asked
+from probelens.ablation.result import Costs, carried
 from probelens.ablation.scoring import Metric
 from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import by_point, need_wrapped
+from probelens.probing.directions import Definition
+from probelens.probing.result import ProbeResult
 from probelens.results.columns import Column
 from probelens.results.rows import Rows
 from probelens.results.sentences import count, place
+from probelens.subspaces.directions import definition_of, spaces_of
 from probelens.subspaces.leace import Eraser
 from probelens.subspaces.subspace import Subspace
 
@@ -66,9 +69,8 @@ class DoseResult(Rows):
             doses = [r for r in rows if all(r[k] == top[k] for k in ("rank", "alpha") if k != by)]
             full = costs.sign * top["drop"]
             enough = next(r for r in doses if costs.sign * r["drop"] >= 0.9 * full)
-            said = f"{place(top)}: {by} {top[by]} of {top['full_rank']} costs {costs.cost(top)}"
-            if by == "alpha":
-                said = f"{place(top)}: alpha {top[by]:g} costs {costs.cost(top)}"
+            dose = f"alpha {top[by]:g}" if by == "alpha" else f"rank {top[by]} of {top['full_rank']}"
+            said = f"{place(top)}{carried(top)}: {dose} costs {costs.cost(top)}"
             if enough is not top and full > 0:
                 said += f", and {by} {enough[by]:g} at least 90 % of that"
             same = (r for r in self.rows if all(r[k] == top[k] for k in ("site", "rank", "alpha")))
@@ -104,13 +106,15 @@ class DoseResult(Rows):
 def dose_response(
     model: HookedModel,
     batch: Any,
-    subspaces: Mapping[Any, Subspace | Eraser],
+    subspaces: Mapping[Any, Subspace | Eraser] | ProbeResult,
     ranks: Sequence[int] | None = None,
     alphas: Sequence[float] = (1.0,),
     metric: Metric = "accuracy",
     refit: bool = True,
     controls: int = 20,
     *,
+    directions: Definition | None = None,
+    rank: int | None = None,
     label: str | None = None,
     target: str | None = None,
     kinds: Sequence[Control] = CONTROLS,
@@ -122,15 +126,17 @@ def dose_response(
 ) -> DoseResult:
     """Ablate growing numbers of the first directions of each subspace, at one or several strengths.
 
-    Directions count in the order of the subspace: the largest first for probe rows and principal
-    components, the most correlated first for LEACE, in the order of their removal for INLP.
+    Directions count in the order of the subspace: the largest between-class variance first for class means, the
+    largest first for probe rows and principal components, the most correlated first for LEACE, in the order of their
+    removal for INLP.
 
     Args:
-        subspaces: Site to Subspace or Eraser.
+        subspaces: Site to Subspace or Eraser, or a ProbeResult.
+        rank: Of a ProbeResult at most so many directions, as the whole subspace.
         ranks: How many directions; None for 1, 2, 4, … and all. A site has no row for ranks above
             its subspace's.
         alphas: Strengths: 1 removes the directions, 0 nothing.
-        Those of ``ablate``, without ``subspaces``, ``alpha`` and ``margin``.
+        Those of ``ablate``, without ``subspaces``, ``rank``, ``alpha`` and ``margin``.
 
     Returns:
         Rows by site, rank, alpha, condition and draw.
@@ -140,8 +146,10 @@ def dose_response(
         UnknownHookError: A site that the model doesn't have.
     """
     need_wrapped(model)
+    label = label_asked(batch, subspaces, label)
     # Rows have the canonical names.
-    spaces = by_point(model, subspaces)
+    spaces = by_point(model, spaces_of(subspaces, label, directions, rank))
+    named = definition_of(subspaces, directions)
     full = {site: space.rank for site, space in spaces.items()}
     if ranks is None:
         top = max(full.values(), default=0)
@@ -152,14 +160,16 @@ def dose_response(
         )
     rows: list[dict[str, Any]] = []
     found = None
-    for rank in ranks:
-        some = {site: first_directions(space, rank) for site, space in spaces.items() if space.rank >= rank}
+    for dose in ranks:
+        some = {site: first_directions(space, dose) for site, space in spaces.items() if space.rank >= dose}
         for alpha in alphas if some else ():
             found = ablate(
                 model, batch, some, metric, refit, controls, label=label, target=target, kinds=kinds, alpha=alpha,
                 mlp=mlp, batch_size=batch_size, memory=memory, seed=seed, progress=progress,
             )  # fmt: skip
-            rows += [{**row, "full_rank": full[row["site"]]} for row in found.rows]
+            rows += [
+                {**row, "directions": named or row["directions"], "full_rank": full[row["site"]]} for row in found.rows
+            ]
     if found is None:
         raise InputError(f"no subspace has a rank of {list(ranks)}: they have {full}")
     return DoseResult(rows, found.clean, found.label, found.metric)

@@ -11,15 +11,19 @@ import torch
 from probelens.ablation.ablate import FLOOR
 from probelens.ablation.columns import CONDITION, EFFECT, SCORES, SITE
 from probelens.ablation.controls import CONTROLS, Control, Removal, with_controls
+from probelens.ablation.result import carried
 from probelens.ablation.scoring import accuracy_chance, run, score
 from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import by_point, need_wrapped
+from probelens.probing.directions import Definition
+from probelens.probing.result import ProbeResult
 from probelens.results.columns import Column
 from probelens.results.progress import progress_bar
 from probelens.results.rows import Rows
 from probelens.results.sentences import count, fixed, place
 from probelens.running.collect import collect
+from probelens.subspaces.directions import definition_of, spaces_of
 from probelens.subspaces.leace import Eraser
 from probelens.subspaces.subspace import Subspace
 from probelens.tasks.base import need_task
@@ -69,7 +73,8 @@ class LengthTransfer(Rows):
         lengths = list(dict.fromkeys(row["length"] for row in targets))
         lines = [
             f"subspaces of {self.label!r}, fitted at length {self.trained_length}, not refitted, removed at "
-            f"{count(len({r['site'] for r in targets}), 'site')}. Damage at {place(worst)}, 1 being all above chance:"
+            f"{count(len({r['site'] for r in targets}), 'site')}. Damage at {place(worst)}{carried(worst)}, 1 being all above "
+            "chance:"
         ]
         where = {"seen": f"up to position {self.trained_length}", "beyond": "beyond"}
         for length in lengths:
@@ -101,10 +106,12 @@ class LengthTransfer(Rows):
 def length_transfer(
     model: HookedModel,
     task: Any,
-    subspaces: Mapping[Any, Subspace | Eraser],
+    subspaces: Mapping[Any, Subspace | Eraser] | ProbeResult,
     lengths: Sequence[int] = (40, 60, 80, 100, 120),
     *,
     trained_length: int = 40,
+    directions: Definition | None = None,
+    rank: int | None = None,
     label: str | None = None,
     target: str | None = None,
     n: int = 100,
@@ -123,9 +130,9 @@ def length_transfer(
     scored separately: a long sequence has both.
 
     Args:
-        model, controls, kinds, batch_size, memory, progress: As for ``ablate``.
+        model, directions, rank, controls, kinds, batch_size, memory, progress: As for ``ablate``.
         task: Draws the sequences.
-        subspaces: Site to Subspace or Eraser, fitted at ``trained_length``.
+        subspaces: Site to Subspace or Eraser, or a ProbeResult; fitted at ``trained_length``.
         lengths: Tokens in each sequence, a start token not counted.
         trained_length: Length at which the subspaces were fitted; "seen" positions end there.
         label: The variable; the task's target if None.
@@ -146,19 +153,16 @@ def length_transfer(
     need_task(task)
     label = task.target if label is None else label
     target = task.target if target is None else target
-    if not isinstance(subspaces, Mapping):
-        raise InputError(
-            f"subspaces must be a mapping from hook point to Subspace or Eraser, got a {type(subspaces).__name__}"
-        )
     if not lengths or any(name not in task.label_names for name in (label, target)):
         raise InputError(
             f"lengths={list(lengths)}, label={label!r}, target={target!r}: give lengths, and labels among "
             f"{list(task.label_names)}"
         )
-    spaces = by_point(model, subspaces)
+    spaces = by_point(model, spaces_of(subspaces, label, directions, rank))
+    named = definition_of(subspaces, directions)
     base = task.sample(n, trained_length, seed, exclude=exclude)
     acts = collect(model, base, list(spaces), batch_size=batch_size)
-    drawn: list[Removal] = with_controls(model, acts, base.mask, spaces, label, kinds, controls, seed)
+    drawn: list[Removal] = with_controls(model, acts, base, spaces, label, kinds, controls, seed, named)
     rows: list[dict[str, Any]] = []
     with progress_bar(len(lengths), "lengths", progress) as bar:
         for length in lengths:

@@ -17,7 +17,7 @@ from probelens.results.sentences import between, count, fixed, hundredths, layer
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["AblationResult", "Costs"]
+__all__ = ["AblationResult", "Costs", "carried"]
 
 _EQUAL = {"random": "at equal rank", "random_matched": "at equal variance"}
 _ENOUGH = 19  # draws of a control from which on p can reach 0.05
@@ -87,7 +87,7 @@ class AblationResult(Rows):
         lines = [
             f"{self.label!r} removed at {count(len(targets), 'site')}, on {count(len(self.clean), 'sequence')}. "
             f"{costs.metric(worst)}",
-            f"{costs.most(worst)} at {place(worst)}, rank {worst['rank']}: {costs.cost(worst)}"
+            f"{costs.most(worst)} at {place(worst)}, rank {worst['rank']}{carried(worst)}: {costs.cost(worst)}"
             f"{costs.doubt(worst)}.{_effect(worst, draws)}",
             costs.controls(r for r in self.rows if r["site"] == worst["site"]),
             _refit(worst),
@@ -157,6 +157,15 @@ class Costs:
         found = [f"random subspaces cost {' and '.join(said)}"] if said else []
         found += [f"the top principal components {self.say(mean['pca'], not said)}"] if "pca" in mean else []
         return f"There {', '.join(found)}." if found else ""
+
+
+def carried(row: Mapping[str, Any]) -> str:
+    """What the directions are and the variance on them, to follow the place in a sentence."""
+    if row.get("variance") is None:  # a result saved by an earlier version
+        return ""
+    between = row.get("between_variance")
+    more = "" if between is None else f" and {percent(between)} of that between classes"
+    return f", {row['directions'].replace('_', ' ')} with {percent(row['variance'])} of the variance{more}"
 
 
 def _meaning(word: str, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""Linear algebra that PyTorch lacks or gets wrong: stacks of matrices, covariances, orthonormal bases."""
+"""Linear algebra that PyTorch lacks or gets wrong: stacks of matrices, covariances of values and classes, bases."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
 from probelens.numerics.tensors import tensor_of, to_float64
+
+_CHUNK = 4096
 
 
 def inverse(matrices: Tensor) -> Tensor:
@@ -65,3 +67,24 @@ def orthonormal_rows(rows: Tensor, tol: float = 1e-7) -> Tensor:
         raise InputError("the rows hold NaN or infinity, so they have no direction")
     _, size, vectors = torch.linalg.svd(full, full_matrices=False)
     return vectors[(size > tol * size[0]) & (size > 0)].contiguous()
+
+
+def between_rows(x: Tensor, y: Tensor) -> Tensor:
+    """Rows whose outer products sum to the between-class covariance Σ_k p_k (μ_k − μ)(μ_k − μ)ᵀ. (n, d), (n,) -> (class, d)
+
+    Of classes √p_k (μ_k − μ), in float64, each with its own share p_k. Of a number its covariance with x, divided by
+    its standard deviation: the part of x's covariance that the number explains linearly. (1, d)
+    """
+    parts = range(0, len(x), _CHUNK)
+    if y.is_floating_point():
+        z = to_float64(y).to(to_float64(x[:0]).device)
+        z = z - z.mean()
+        found = [to_float64(x[i : i + _CHUNK]).mT @ z[i : i + _CHUNK] for i in parts]
+        return (torch.stack(found).sum(0) / len(x) / z.square().mean().sqrt().clamp_min(1e-300))[None]
+    ids, where, counts = y.unique(return_inverse=True, return_counts=True)
+    sums = to_float64(x[:0]).new_zeros(len(ids), x.shape[1])
+    for i in parts:
+        part = to_float64(x[i : i + _CHUNK])
+        sums.index_add_(0, where[i : i + _CHUNK].to(part.device), part)
+    counts = counts.to(sums)[:, None]
+    return (sums / counts - sums.sum(0) / len(x)) * (counts / len(x)).sqrt()

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError
+from probelens.numerics.linalg import between_rows
 from probelens.probing.solvers.factor import Factorised
 
 Definition = Literal["class_means", "pattern", "filter", "leace"]
 DEFINITIONS: tuple[str, ...] = get_args(Definition)
-_CHUNK = 4096
 _SMALL = 1e-6  # canonical correlations up to this are rounding of float32 features
 
 
@@ -45,7 +45,7 @@ class Directions:
         values, vectors = torch.linalg.eigh(read.mT @ read / n)
         order = values.argsort(descending=True)[: int((values > values[-1].clamp_min(0) * 1e-10).sum())]
         pattern = shared.cross(read @ vectors[:, order]) / n * scale
-        means = _between(shared, y) * scale
+        means = between_rows(shared.x, y) * scale
         # What a class has in common with all others says nothing: Σ_xz of one-hot z is p_k (μ_k − μ).
         white = shared.vectors / (shared.values / n).sqrt() / scale[:, None]
         unwhite = shared.vectors * (shared.values / n).sqrt() * scale[:, None]
@@ -65,16 +65,3 @@ class Directions:
         _, size, right = torch.linalg.svd(rows, full_matrices=False)
         kept = int((size > size.max().clamp_min(1e-300) * 1e-6).sum())
         return size[:kept, None] * right[:kept]
-
-
-def _between(shared: Factorised, y: Tensor) -> Tensor:
-    """Rows whose outer products sum to the between-class covariance, on the scale of the factorised features."""
-    if y.is_floating_point():
-        z = y.double() - y.double().mean()
-        return shared.cross(z[:, None]) / shared.n / z.square().mean().sqrt().clamp_min(1e-300)
-    ids, where, counts = y.unique(return_inverse=True, return_counts=True)
-    sums = torch.zeros(len(ids), shared.d, dtype=torch.float64, device=shared.x.device)
-    for start in range(0, shared.n, _CHUNK):
-        part = slice(start, start + _CHUNK)
-        sums.index_add_(0, where[part].to(sums.device), shared.x[part].double())
-    return sums / (counts.to(sums) * shared.n).sqrt()[:, None]

@@ -115,7 +115,8 @@ class ProbeResult(Rows):
         if f"{name}|pattern" not in self.located:
             raise InputError(
                 "this ProbeResult was saved without patterns and class means, so only the probe's rows are known. "
-                "Probe again, or make subspaces from activations, as probelens.subspaces.class_means(X, y) does"
+                'Probe again, take those with directions="filter", or make subspaces from activations, as '
+                "probelens.subspaces.class_means(X, y) does"
             )
         return Directions(self.coefs[name].double(), *(self.located[f"{name}|{n}"].double() for n in LOCATED))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -48,7 +49,9 @@ def directions(
         (1, 2)
     """
     if not hasattr(probes, "directions") or not hasattr(probes, "sites"):
-        raise InputError(f"directions need what probelens.probe() returned, not a {type(probes).__name__}")
+        raise InputError(
+            f"subspaces must be a mapping from hook point to Subspace or Eraser, or what probelens.probe() returned; got a {type(probes).__name__}"
+        )
     if definition not in DEFINITIONS:
         raise InputError(f"directions={definition!r} is not known. Allowed: {', '.join(map(repr, DEFINITIONS))}")
     if rank is not None and rank < 1:
@@ -93,14 +96,14 @@ def variance_share(space: Subspace | Eraser, covariance: Tensor) -> float:
         covariance: Σ of the activations. (d, d)
 
     Returns:
-        tr QΣQᵀ / tr Σ: 0 to 1 for a subspace.
+        tr QΣQᵀ / tr Σ, 0 to 1. Of an eraser the mean square of its edit, as a share of at most 1.
 
     Raises:
         ShapeError: Σ of another width.
     """
     sigma = covariance_of(covariance, space.d)
     total = float(sigma.trace())
-    return float(space.variance_removed(sigma)) / total if total > 0 else 0.0
+    return min(float(space.variance_removed(sigma)) / total, 1.0) if total > 0 else 0.0
 
 
 def between_share(space: Subspace | Eraser, means: Tensor) -> float:
@@ -118,6 +121,39 @@ def between_share(space: Subspace | Eraser, means: Tensor) -> float:
     if not total:
         return 0.0
     if isinstance(space, Subspace):
-        return float((rows @ space.basis.to(rows).mT).square().sum()) / total
+        return min(float((rows @ space.basis.to(rows).mT).square().sum()) / total, 1.0)
     left = rows - rows @ space.right.to(rows).mT @ space.left.to(rows).mT
-    return 1 - float(left.square().sum()) / total
+    return max(1 - float(left.square().sum()) / total, 0.0)
+
+
+def spaces_of(
+    subspaces: Any, label: str | None = None, definition: Definition | None = None, rank: int | None = None
+) -> dict[Any, Subspace | Eraser]:
+    """The subspaces that a primitive was given: a mapping as it is, of a ``ProbeResult`` what ``definition`` names.
+
+    Raises ``InputError`` for anything else, and for a definition or rank that is asked of a mapping.
+    """
+    if not isinstance(subspaces, Mapping):
+        # Labels given to probe() without a name are called "label" there.
+        known = ["label"] if getattr(subspaces, "labels", None) == ["label"] else [label]
+        return dict(directions(subspaces, known[0], definition or "class_means", rank=rank))
+    for name, value in (("directions", definition), ("rank", rank)):
+        if value is not None:
+            raise InputError(
+                f"{name}={value!r} says what is taken of a ProbeResult, and a mapping of subspaces was given. Leave it out, "
+                "or give what probelens.probe() returned"
+            )
+    if not subspaces:
+        raise InputError("subspaces is empty. Give a mapping from hook point to Subspace or Eraser")
+    for name, space in subspaces.items():
+        if not isinstance(space, Subspace | Eraser):
+            raise InputError(
+                f"the subspace for {name!r} is a {type(space).__name__}. Give a Subspace or an Eraser, such as "
+                "probelens.leace(X, y)"
+            )
+    return dict(subspaces)
+
+
+def definition_of(subspaces: Any, definition: Definition | None) -> Definition | None:
+    """The definition by which ``spaces_of`` takes subspaces; None for a mapping, whose subspaces have labels."""
+    return None if isinstance(subspaces, Mapping) else definition or "class_means"

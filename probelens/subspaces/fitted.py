@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
-from probelens.numerics.linalg import eigenvectors, orthonormal_rows
+from probelens.numerics.linalg import between_rows, eigenvectors, orthonormal_rows
 from probelens.numerics.tensors import flat_rows, tensor_of, to_float64, whole_number
 from probelens.subspaces.subspace import Subspace
 
@@ -163,10 +163,11 @@ def class_means(
 
     Args:
         Those of ``mean_difference``.
-        rank: Keep only the directions in which the means differ most, each class weighing the same.
+        rank: Keep only so many directions: the first eigenvectors of the between-class covariance
+            Σ_k p_k (μ_k − μ)(μ_k − μ)ᵀ, in which each class has its own share p_k.
 
     Returns:
-        Around the mean activation.
+        Around the mean activation, the direction of the largest between-class variance first.
 
     Raises:
         ShapeError: Labels or mask that don't fit.
@@ -184,8 +185,7 @@ def class_means(
     if len(ids) < 2:
         raise InputError(f"class means need at least two classes, got {len(ids)}")
     overall, _ = moments(x)
-    means = torch.stack([to_float64(x[(labels == c).to(x.device)]).mean(0) for c in ids]) - overall
-    basis = orthonormal_rows(means - means.mean(0))
+    basis = orthonormal_rows(between_rows(x, labels))
     if not len(basis):
         raise InputError("all class means are equal: no direction separates them linearly")
     return Subspace(_cut(basis, rank), overall, label)

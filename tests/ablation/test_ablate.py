@@ -400,7 +400,7 @@ def test_the_baseline_knows_what_the_position_gives_away() -> None:
 def test_an_eraser_a_subspace_and_a_probe_result_are_all_taken(spare: World, spare_leace: pl.Eraser) -> None:
     read = pl.probe({SITE: spare.acts(spare.fit)}, {"y": spare.fit.labels["y"]}, spare.fit.groups)
     rows = subspaces.from_probe(read)
-    by_result = pl.ablate(spare.model, spare.held, read, controls=3, refit=False)
+    by_result = pl.ablate(spare.model, spare.held, read, controls=3, refit=False, directions="filter")
     by_rows = pl.ablate(spare.model, spare.held, {SITE: rows}, controls=3, refit=False)
     torch.testing.assert_close(by_result.values, by_rows.values)
     erased = pl.ablate(spare.model, spare.held, {SITE: spare_leace}, controls=3, refit=False)
@@ -617,7 +617,7 @@ def test_a_probe_that_found_nothing_has_an_empty_subspace_whose_ablation_costs_n
     found = pl.probe(pl.collect(model, task.sample(12, length=6), "layers"), held.labels, held.groups)
     blank = {key: torch.zeros_like(rows) for key, rows in found.coefs.items()}
     nothing = dataclasses.replace(found, coefs=blank)
-    result = pl.ablate(model, held, nothing, label="state", controls=2, mlp=False)
+    result = pl.ablate(model, held, nothing, directions="filter", label="state", controls=2, mlp=False)
     assert {row["rank"] for row in result.targets()} == {0}
     assert {row["drop"] for row in result.rows} == {0.0}
 

@@ -254,6 +254,21 @@ def test_a_dose_response_says_what_all_of_a_subspace_costs_and_how_little_of_it_
     ]
 
 
+def test_no_drop_is_told_without_the_variance_on_what_was_removed() -> None:
+    about = {"rank": 2, "directions": "class_means", "variance": 0.391, "between_variance": 0.92, "verdict": "erased"}
+    row = costs(site="a", drop=0.4, full_rank=2, **about)
+    said = "class means with 39.1 % of the variance and 92.0 % of that between classes"
+    empty = torch.zeros(1, 3)
+    assert f"rank 2, {said}: 40 points" in str(pl.AblationResult([row], empty, empty[0], empty, empty[0], "state"))
+    assert f"layer 1 (a), {said}: rank 2 of 2 costs 40 points" in str(pl.DoseResult([row], empty[0], "state"))
+    spans = [{**row, "length": 40, "span": "all", "damage": 1.0, "floor": False, "effect": None}]
+    assert f"Damage at layer 1 (a), {said}, 1 being all" in str(pl.LengthTransfer(spans, "state", "state", 40))
+    one = {**row, "between_variance": None}
+    assert "39.1 % of the variance: 40 points" in str(
+        pl.AblationResult([one], empty, empty[0], empty, empty[0], "state")
+    )
+
+
 def test_length_transfer_says_the_damage_up_to_the_trained_length_and_beyond() -> None:
     rows = [
         costs(site="a", length=n, span=span, drop=0.2, damage=0.5, effect=0.25, floor=n == 80 and span == "beyond")

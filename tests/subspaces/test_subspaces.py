@@ -11,6 +11,7 @@ import torch
 
 from probelens import subspaces as sub
 from probelens.errors import InputError, ShapeError, UnknownHookError
+from probelens.numerics.linalg import between_rows
 from probelens.probing import LinearProbe, probe, split_by_group
 from probelens.subspaces.fitted import from_probe, probe_rows
 from probelens.subspaces.inlp import Inlp
@@ -494,6 +495,39 @@ def test_inlp_errors(words, call):
     x, y, _ = planted(n=100)
     with pytest.raises(InputError, match=words):
         call(x, y)
+
+
+def test_class_means_cut_to_a_rank_weigh_each_class_by_its_own_share() -> None:
+    """A class of 2 % lies far off along axis 0, two of 49 % lie apart along axis 1: most between-class variance is there."""
+    y = np.repeat([0, 1, 2], [20, 490, 490])
+    means = np.zeros((3, 6))
+    means[0, 0], means[1, 1], means[2, 1] = 6.0, 2.0, -2.0
+    x = means[y] + 0.1 * np.random.default_rng(0).standard_normal((1000, 6))
+    share = np.bincount(y) / len(y)
+    found = np.stack([x[y == k].mean(0) - x.mean(0) for k in range(3)])
+    values, vectors = np.linalg.eigh(np.einsum("k,ki,kj->ij", share, found, found))
+    order = values.argsort()[::-1]
+    for rank in (1, 2):
+        space = sub.class_means(torch.tensor(x), torch.tensor(y), rank=rank)
+        assert same_span(space, sub.Subspace(torch.tensor(vectors[:, order[:rank]].T.copy()), torch.zeros(6)))
+    first = sub.class_means(torch.tensor(x), torch.tensor(y)).basis[0]
+    assert int(first.abs().argmax()) == 1
+    assert abs(np.linalg.svd(found - found.mean(0))[2][0, 0]) > 0.9, "with equal weights it would be axis 0"
+    held = probe({"a": torch.tensor(x).float()[:, None]}, torch.tensor(y)[:, None]).directions("a").class_means
+    assert int(torch.linalg.svd(held)[2][0].abs().argmax()) == 1, "a probe keeps the same directions"
+
+
+def test_between_rows_are_those_of_numpy_for_classes_and_for_a_number() -> None:
+    gen = np.random.default_rng(1)
+    y = gen.integers(0, 3, 9000) * 5  # any ids
+    x = gen.standard_normal((9000, 4)) + y[:, None] * [1.0, 0.5, 0, 0] + 100
+    found = between_rows(torch.tensor(x), torch.tensor(y))
+    means = np.stack([x[y == k].mean(0) - x.mean(0) for k in np.unique(y)])
+    share = np.array([(y == k).mean() for k in np.unique(y)])
+    np.testing.assert_allclose(found.mT @ found, np.einsum("k,ki,kj->ij", share, means, means), atol=1e-9)
+    row = between_rows(torch.tensor(x), torch.tensor(y).double())
+    want = ((x - x.mean(0)) * (y - y.mean())[:, None]).mean(0) / y.std()
+    np.testing.assert_allclose(row, want[None], atol=1e-9)
 
 
 def test_probe_rows_of_every_site_and_none_where_nothing_was_found() -> None:
