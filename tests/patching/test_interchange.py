@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import probelens as pl
 from probelens.patching.interchange import interchange, interchange_plan
-from probelens.patching.interchange_result import verdict
+from probelens.patching.interchange_rows import verdict
 
 FAMILIES = ["neox", "mamba", "mamba2", "lstm", "gru-fused-time-first"]
 LENGTH = 6
@@ -62,7 +62,7 @@ def test_every_cell_equals_one_full_forward_with_a_hand_written_hook(family: str
     assert bool(found.correct.all())
     moved = set()
     for row, got in zip(found.rows, found.followed, strict=True):
-        if row["condition"] == "random":
+        if row["condition"] in ("random", "noise"):
             continue
         part = basis.mT @ basis
         matrix = {"target": part, "complement": torch.eye(width) - part, "full": torch.eye(width)}[row["condition"]]
@@ -86,6 +86,9 @@ def test_states_and_heads_are_interchanged_as_one_vector_per_step(family: str, n
     found = interchange(model, pairs, {site: space}, pos=2, controls=0, kinds=())
     part = space.basis.mT @ space.basis
     for row, got in zip(found.rows, found.followed, strict=True):
+        if row["condition"] == "noise":
+            assert row["changed"]
+            continue
         matrix = {"target": part, "complement": torch.eye(width) - part, "full": torch.eye(width)}[row["condition"]]
         assert torch.equal(got, answers_by_hand(model, pairs, site, matrix, 2)), row
 
@@ -143,10 +146,15 @@ def test_the_feature_that_is_read_is_used_and_another_is_used_elsewhere() -> Non
     assert (other["iia"], other["verdict"]) == (0.0, "used elsewhere")
 
 
-def test_a_position_that_nobody_reads_is_not_where_the_answer_is() -> None:
+def test_a_position_that_nobody_reads_is_unread_and_one_without_the_variable_is_not_where_it_is() -> None:
     model, pairs = known()
     row = interchange(model, pairs, {"blocks.0.hook_resid_post": axis(0)}, pos=0).targets()[0]
-    assert row["verdict"] == "not here"
+    assert row["verdict"] == "unread"
+    # Attention reads the first position, at which the two runs are one.
+    model = pl.wrap(zoo.build("neox"))
+    space = pl.subspaces.random(1, zoo.WIDTH, seed=1)
+    row = interchange(model, own_pairs(model), {("resid_post", 0): space}, pos=0, controls=2).targets()[0]
+    assert (row["verdict"], row["iia"]) == ("not here", 0.0)
 
 
 def test_a_control_that_cannot_be_drawn_is_said_beside_the_target() -> None:
@@ -190,17 +198,20 @@ def test_a_control_that_contains_the_target_is_left_out_of_the_verdict() -> None
         }
 
     three = [row("full", 0.98, 1), row("target", 0.9, 1), row("complement", 0, 0.02)]
-    assert verdict([*three, row("random_matched", 0.9, 1, 0.8)]) == "used"
-    assert verdict([*three, row("random_matched", 0.9, 1, 0.1)]) != "used"
+    containing, another = row("random_matched", 0.9, 1, 0.8), row("random", 0, 0.02, 0.1)
+    assert verdict([*three, containing, another]) == ("used", None)
+    assert verdict([*three, containing])[0] == "no control"
+    assert verdict(three) == ("no control", "there is no control")
+    assert verdict([*three, row("random_matched", 0.9, 1, 0.1), another])[0] == "unspecific"
     spread = [three[0], three[1], row("complement", 0.9, 1)]
-    assert verdict([*spread, row("random", 0, 0.02, 0.1)]) == "spread"
+    assert verdict([*spread, another])[0] == "spread"
 
 
 def test_a_plan_says_what_runs_and_gives_the_same() -> None:
     model, pairs = known()
     kwargs = {"pos": "each", "controls": 2}
     plan = interchange_plan(model, pairs, {"blocks.0.hook_resid_post": axis(0)}, **kwargs)
-    assert "18 runs at 1 site\n" in str(plan)
+    assert "21 runs at 1 site\n" in str(plan)
     assert repr(plan) == str(plan)
     assert plan.run().rows == interchange(model, pairs, {"blocks.0.hook_resid_post": axis(0)}, **kwargs).rows
 

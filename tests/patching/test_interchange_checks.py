@@ -1,0 +1,315 @@
+"""What keeps an interchange from being fooled: illusions, unread sites, missing controls, pairs that depend on each other."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import zoo
+from scipy.stats import binomtest
+from test_interchange import answers_by_hand, axis, known, own_pairs
+from torch import nn
+
+import probelens as pl
+from probelens.patching.interchange import interchange
+from probelens.patching.interchange_reader import reader_of
+from probelens.patching.interchange_rows import share, verdict
+
+POST = "blocks.0.mlp.hook_post"
+WIDTH, NEURONS = 16, 64
+
+
+def planted() -> tuple[pl.HookedModel, pl.PatchPairs]:
+    """A GPT-2 that answers with a token's bit through neuron 0; neuron 1 copies it and is not read, 2 is dormant."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=8, n_embd=WIDTH, n_inner=NEURONS, n_layer=1, n_head=2, n_positions=8, activation_function="linear",
+        tie_word_embeddings=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    module = transformers.GPT2LMHeadModel(config).eval()
+    body = module.transformer
+    with torch.no_grad():
+        for weight in (body.wpe.weight, body.h[0].attn.c_proj.weight, module.lm_head.weight):
+            weight.zero_()
+        for layer in (body.h[0].mlp.c_fc, body.h[0].mlp.c_proj):
+            layer.weight.normal_(0, 0.5)
+            layer.bias.zero_()
+        wte, up, down = body.wte.weight, body.h[0].mlp.c_fc.weight, body.h[0].mlp.c_proj.weight
+        wte.normal_()
+        for rows in (wte, down):  # the rest of the stream: its mean is 0, as a norm would spread it
+            rows[:, :6] = 0
+            rows[:, 6:] -= rows[:, 6:].mean(1, keepdim=True)
+        wte[:, 0] = 2.0 * (torch.arange(8) % 2) - 1  # the bit
+        wte[:, 1] = -wte[:, 0]
+        up[:2], up[:, :3], down[:3] = 0, 0, 0
+        up[0, :2] = 1.0  # neurons 0 and 1 hold the bit
+        down[0, 2], down[0, 3] = 1.0, -1.0  # neuron 0 is read, and so is neuron 2, which is always 0
+        down[2, 4], down[2, 5] = 4.0, -4.0
+        head = module.lm_head.weight
+        head[0, 2] = head[0, 4] = -1.0
+        head[1, 2] = head[1, 4] = 1.0
+    clean = torch.randint(8, (150, 3), generator=torch.Generator().manual_seed(1))
+    corrupted = clean.clone()
+    corrupted[:, -1] ^= 1
+    at = torch.full((150,), 2)
+    return pl.wrap(module), pl.PatchPairs(
+        clean, corrupted, at, at, torch.stack([clean[:, -1] % 2, corrupted[:, -1] % 2], 1)
+    )
+
+
+def test_a_direction_of_a_dormant_and_an_unread_part_is_an_illusion_and_the_true_one_is_none() -> None:
+    model, pairs = planted()
+    mixed = torch.zeros(1, NEURONS)
+    mixed[0, 1:3] = math.sqrt(0.5)
+    found = {
+        name: interchange(model, pairs, {POST: pl.Subspace(rows, torch.zeros(NEURONS))}, pos=2, controls=5)
+        for name, rows in {"mixed": mixed, "true": torch.eye(NEURONS)[:1]}.items()
+    }
+    row = found["mixed"].targets()[0]
+    assert (row["iia"], row["illusory"], row["verdict"]) == (1.0, True, "illusory")
+    by_kind = {r["condition"]: r for r in found["mixed"].rows}
+    # By every other control the illusion looks used.
+    assert by_kind["complement"]["iia"] == by_kind["row_space"]["iia"] == by_kind["null_space"]["iia"] == 0
+    assert (by_kind["null_space"]["changed"], by_kind["row_space"]["rank"]) == (False, 1)
+    assert by_kind["full"]["iia"] == 1
+    row = found["true"].targets()[0]
+    assert (row["iia"], row["illusory"], row["verdict"]) == (1.0, False, "used")
+    assert "illusory at layer 0" in repr(found["mixed"])
+
+
+def test_the_illusion_check_needs_a_plain_linear_layer_that_runs_as_it_is() -> None:
+    class Other(nn.Linear):
+        """May compute anything."""
+
+    for family in ("gpt2", "llama", "neox", "gemma2"):
+        model = pl.wrap(zoo.build(family))
+        for name in ("blocks.1.mlp.hook_post", "blocks.1.attn.hook_z", "unembed.hook_in"):
+            found = reader_of(model, name)
+            assert found.basis is not None, found.why
+            site = model.point(name).site
+            assert site is not None
+            module = model.module.get_submodule(site.path)
+            matrix = module.weight.detach().double()
+            matrix = matrix.mT if type(module).__name__ == "Conv1D" else matrix  # (out, in)
+            rank = int(torch.linalg.matrix_rank(matrix.float()))
+            assert found.basis.shape == (rank, matrix.shape[1])
+            # What is left of the weight beside these directions is nothing.
+            assert torch.allclose(matrix @ found.basis.mT @ found.basis, matrix, atol=1e-6)
+        for name in ("blocks.1.hook_resid_post", "blocks.1.hook_mlp_out", "ln_final.hook_out"):
+            assert reader_of(model, name).basis is None
+    model = pl.wrap(zoo.build("llama"))
+    mlp = model.module.model.layers[1].mlp
+    mlp.down_proj.__class__ = Other
+    assert "no plain linear layer" in reader_of(model, "blocks.1.mlp.hook_post").why
+
+
+def test_a_row_says_why_it_has_no_illusion_check_and_false_where_all_is_read() -> None:
+    model = pl.wrap(zoo.build("neox"))
+    pairs = own_pairs(model)
+    spaces = {name: pl.subspaces.random(2, zoo.WIDTH, seed=1) for name in ("blocks.1.hook_resid_post",)}
+    (row,) = interchange(model, pairs, spaces, controls=0, kinds=()).targets()
+    assert row["illusory"] is None
+    assert "not the input of one linear map" in row["illusory_why"]
+    # The weight of z is square and has full rank: nothing of it is unread.
+    spaces = {"blocks.1.attn.hook_z": pl.subspaces.random(2, zoo.WIDTH, seed=1)}
+    found = interchange(model, pairs, spaces, controls=0, kinds=())
+    assert found.targets()[0]["illusory"] is False
+    assert "row_space" not in {row["condition"] for row in found.rows}
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_an_answer_that_moves_between_runs_that_agree_is_not_used(same: bool) -> None:
+    model, pairs = known()
+    clean = pairs.clean
+    other = clean.clone()
+    other[:, -1] ^= 2 if same else 1  # another token of the same bit, or what is no such token
+    at, bit = pairs.read_pos, other[:, -1] % 2
+    agree = pl.PatchPairs(clean, other, at, at, torch.stack([1 - bit, bit], 1))
+    row = interchange(model, pairs, {("resid_post", 0): axis(0)}, pos=2, same_pairs=agree).targets()[0]
+    assert row["verdict"] == ("used" if same else "unspecific")
+    assert row["why"] is None or "agree in the variable" in row["why"]
+
+
+def test_without_a_control_nothing_is_called_used() -> None:
+    model, pairs = known()
+    site = "blocks.0.hook_resid_post"
+    row = interchange(model, pairs, {site: axis(0)}, pos=2, controls=0, kinds=()).targets()[0]
+    assert (row["iia"], row["verdict"], row["why"]) == (1.0, "no control", "there is no control")
+    # Half of the width: each random subspace shares about half of it.
+    row = interchange(model, pairs, {site: axis(0, 2, 3)}, pos=2, kinds=("random",)).targets()[0]
+    assert (row["iia"], row["verdict"]) == (1.0, "no control")
+    assert "0.3 or more" in row["why"]
+    # What does not work is said without any.
+    row = interchange(model, pairs, {site: axis(2)}, pos=2, controls=0, kinds=()).targets()[0]
+    assert row["verdict"] == "used elsewhere"
+
+
+def test_a_share_of_independent_pairs_has_the_exact_binomial_interval() -> None:
+    for k, n in ((0, 7), (3, 7), (7, 7), (120, 300)):
+        hits = torch.arange(n) < k
+        found = share(hits, torch.arange(n))
+        exact = binomtest(k, n).proportion_ci(0.95, method="exact")
+        assert (found["iia_lo"], found["iia_hi"]) == pytest.approx((exact.low, exact.high), abs=1e-12)
+    assert share(torch.zeros(0), torch.zeros(0))["iia"] is None
+
+
+def test_pairs_of_one_sequence_count_as_often_as_there_are_sequences() -> None:
+    hits, groups = torch.ones(60).bool(), torch.arange(60) // 6
+    alike = binomtest(10, 10).proportion_ci(0.95, method="exact")
+    assert share(hits, groups)["iia_lo"] == pytest.approx(alike.low)
+    # Copies: the interval of ten pairs, not of sixty, up to what few groups say about their variance.
+    some = share((groups < 6), groups)
+    ten = binomtest(6, 10).proportion_ci(0.95, method="exact")
+    assert some["iia_hi"] - some["iia_lo"] >= 0.95 * (ten.high - ten.low)
+    assert some["n_groups"] == 10
+
+
+def test_intervals_over_groups_cover_and_those_that_ignore_them_do_not() -> None:
+    gen = torch.Generator().manual_seed(0)
+    groups = torch.arange(120) // 6
+    covered = {"groups": 0, "ignored": 0}
+    runs = 400
+    for _ in range(runs):
+        # Sequences differ in how often their pairs follow: the mean is 0.5.
+        chance = torch.rand(20, generator=gen)
+        hits = torch.rand(120, generator=gen) < chance[groups]
+        for name, of in (("groups", groups), ("ignored", torch.arange(120))):
+            row = share(hits, of)
+            covered[name] += row["iia_lo"] <= 0.5 <= row["iia_hi"]
+    assert covered["groups"] / runs >= 0.93
+    assert covered["ignored"] / runs < 0.9
+
+
+def test_groups_are_given_or_those_of_equal_clean_sequences() -> None:
+    model, pairs = known()
+    space = {("resid_post", 0): axis(0)}
+    row = interchange(model, pairs, space, pos=2, controls=0, kinds=()).targets()[0]
+    assert (row["n"], row["n_groups"]) == (120, len({tuple(x) for x in pairs.clean.tolist()}))
+    row = interchange(model, pairs, space, pos=2, controls=0, kinds=(), groups=torch.arange(120) // 60).targets()[0]
+    assert (row["n_groups"], row["iia_lo"]) == (2, pytest.approx(0.025**0.5))
+    with pytest.raises(pl.ShapeError, match="120"):
+        interchange(model, pairs, space, groups=torch.arange(3))
+
+
+def test_probes_give_the_directions_by_name_and_rows_say_what_they_carry() -> None:
+    model = pl.wrap(zoo.build("neox"))
+    tokens = zoo.tokens(150, 6)
+    acts = pl.collect(model, tokens, "resid_post")
+    probes = pl.probe(acts, {"a": tokens % 3, "b": tokens % 2})
+    pairs = own_pairs(model)
+    site, kw = "blocks.1.hook_resid_post", {"controls": 1, "kinds": ("random",)}
+    for definition in (None, "pattern", "filter", "leace"):
+        found = interchange(model, pairs, probes, site, directions=definition, label="a", rank=1, **kw)
+        spaces = pl.subspaces.directions(probes, "a", definition or "class_means", rank=1)
+        given = interchange(model, pairs, spaces, site, **kw)
+        assert torch.equal(found.followed, given.followed)
+        (row,), (other,) = found.targets(), given.targets()
+        assert (row["directions"], other["directions"]) == (definition or "class_means", spaces[site].label)
+        space = spaces[site]
+        clean, corrupted = (model.run_with_cache(x, site)[1][site].double() for x in (pairs.clean, pairs.corrupted))
+        change = clean - corrupted
+        part = change @ space.basis.mT if definition != "leace" else change @ space.right.mT @ space.left.mT
+        assert row["variance"] == pytest.approx(float(part.square().sum() / change.square().sum()), rel=1e-4)
+        assert other["between_variance"] is None
+        if definition != "filter":
+            assert 0 < row["between_variance"] <= 1 + 1e-9
+    assert "rank 1 (leace, " in repr(found)
+    with pytest.raises(pl.InputError, match="Give one of them"):
+        interchange(model, pairs, probes, site)
+    for wrong in ({"directions": "filter"}, {"label": "a"}, {"rank": 1}):
+        with pytest.raises(pl.InputError, match="a mapping of subspaces"):
+            interchange(model, pairs, spaces, site, **wrong)
+    with pytest.raises(pl.InputError, match="got a Subspace"):
+        interchange(model, pairs, axis(0), site)
+
+
+def test_single_heads_are_interchanged_and_leave_the_others() -> None:
+    model = pl.wrap(zoo.build("neox"))
+    pairs = own_pairs(model)
+    site, wide = "blocks.1.attn.hook_z", zoo.WIDTH // zoo.HEADS
+    space = pl.subspaces.random(2, wide, seed=3)
+    found = interchange(model, pairs, {("z", 1): {0: space, 2: space}}, pos=5, controls=2, kinds=("random",))
+    assert {row["head"] for row in found.rows} == {0, 2}
+    for row, got in zip(found.rows, found.followed, strict=True):
+        if row["condition"] in ("random", "noise"):
+            continue
+        part, eye = space.basis.mT @ space.basis, torch.eye(wide).double()
+        inner = {"target": part, "complement": eye - part, "full": eye}[row["condition"]]
+        matrix = torch.zeros(zoo.WIDTH, zoo.WIDTH).double()
+        here = slice(row["head"] * wide, (row["head"] + 1) * wide)
+        matrix[here, here] = inner
+        assert torch.equal(got, answers_by_hand(model, pairs, site, matrix, 5)), row
+    with pytest.raises(pl.InputError, match="allowed are 0 to 3"):
+        interchange(model, pairs, {("z", 1): {4: space}})
+    with pytest.raises(pl.InputError, match="no heads"):
+        interchange(model, pairs, {("resid_post", 1): {0: space}})
+    with pytest.raises(pl.ShapeError, match="in head 0"):
+        interchange(model, pairs, {("z", 1): {0: pl.subspaces.random(2, zoo.WIDTH, seed=3)}})
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("neox", "hook_resid_mid"), ("llama", "hook_attn_out"), ("mamba", "mixer.hook_out"), ("mamba2", "mixer.hook_ssm_state"),
+     ("gru", "rnn.hook_h"), ("lstm", "rnn.hook_c"), ("llama", "mlp.hook_post")],
+)  # fmt: skip
+def test_every_kind_of_site_takes_every_kind_of_position(family: str, name: str) -> None:
+    model = pl.wrap(zoo.build("neox-sequential" if name == "hook_resid_mid" else family))
+    pairs = own_pairs(model, 8)
+    site = f"blocks.1.{name}"
+    width = model.run_with_cache(pairs.clean, site)[1][site].flatten(2).shape[-1]
+    space = pl.subspaces.random(width - 2, width, seed=1)
+    kw = {"controls": 0, "kinds": ()}
+    each = interchange(model, pairs, {site: space}, pos="each", **kw)
+    of = {(r["condition"], r["pos"]): f for r, f in zip(each.rows, each.followed, strict=True)}
+    places = torch.arange(len(pairs)) % pairs.length
+    by_example = interchange(model, pairs, {site: space}, pos=places, **kw)
+    for row, got in zip(by_example.rows, by_example.followed, strict=True):
+        if row["condition"] in ("target", "complement", "full", "noise"):
+            want = torch.stack([of[row["condition"], str(int(p))][i] for i, p in enumerate(places)])
+            assert torch.equal(got, want), row
+    one = interchange(model, pairs, {site: space}, pos=-1, **kw)
+    assert torch.equal(one.followed[0], of["full", str(pairs.length - 1)])
+    whole = interchange(model, pairs, {site: space}, pos=None, **kw)
+    assert torch.equal(whole.followed[0], answers_by_hand(model, pairs, site, torch.eye(width), None))
+
+
+def test_noise_and_what_it_says_do_not_depend_on_batches() -> None:
+    model, pairs = known()
+    two = [
+        interchange(model, pairs, {("resid_post", 0): axis(0)}, pos="each", controls=1, batch_size=size).rows
+        for size in (7, 64)
+    ]
+    for a, b in zip(*two, strict=True):
+        assert a == {**b, "recovery": a["recovery"]}
+        assert a["recovery"] == pytest.approx(b["recovery"], abs=1e-4)
+
+
+def test_random_targets_are_seldom_called_used() -> None:
+    """What is interchanged is itself a draw of the control; the answer can be moved by few directions only."""
+    model, pairs = known()
+    said = []
+    for i in range(40):
+        space = pl.subspaces.random(1, 6, seed=10_000 + i)
+        found = interchange(model, pairs, {("resid_post", 0): space}, pos=2, seed=i, kinds=("random",))
+        row = found.targets()[0]
+        said.append((row["verdict"] == "used", row["p_adjusted"] <= 0.05))
+    assert sum(used for used, _ in said) <= 3
+    assert sum(small for _, small in said) <= 6  # 1 of 20, with the 99 % bound of 40
+
+
+def test_a_verdict_that_rests_on_the_illusion_check_waits_for_it() -> None:
+    def row(condition: str, low: float, high: float, **more: object) -> dict[str, object]:
+        shared = {"condition": condition, "iia": (low + high) / 2, "iia_lo": low, "iia_hi": high, "changed": True}
+        return {**shared, "control_overlap": None, **more}
+
+    four = [row("full", 0.98, 1), row("complement", 0, 0.02), row("random", 0, 0.02), row("row_space", 0.3, 0.7)]
+    unread = row("null_space", 0, 0.02, changed=False)
+    target = row("target", 0.9, 1, illusory=None, illusory_why="too wide")
+    assert verdict([target, *four, unread]) == ("underpowered", "too wide")
+    assert verdict([{**target, "illusory": False}, *four, unread])[0] == "used"
+    assert verdict([{**target, "illusory": True}, *four, unread])[0] == "illusory"
+    # Where the null space moves the output, the map is not the only reader, and there is no check.
+    assert verdict([target, *four, {**unread, "changed": True}])[0] == "used"
