@@ -71,6 +71,7 @@ from .subspaces import Eraser as Eraser
 from .subspaces import Subspace as Subspace
 from .subspaces import leace as leace
 from .tasks import Batch as Batch
+from .tasks import Constant as Constant
 from .tasks import PatchPairs as PatchPairs
 
 __version__: str

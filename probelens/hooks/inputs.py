@@ -5,17 +5,19 @@ Whether a model's mask keeps padding out of real tokens is tried, not assumed (`
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from probelens.errors import InputError, ShapeError
 from probelens.hooks.adapter import Adapter
 from probelens.hooks.config import Call
 from probelens.hooks.protocol import Wrapped
 from probelens.hooks.trials import Untried, agree, inputs_to_try, random_tokens, remembered, run_alone
+from probelens.tasks.examples import Constant
 
 
 def prepared(model: Wrapped, inputs: Any, mask: Any, start: int | None, extra: dict[str, Any]) -> Call:
@@ -42,7 +44,9 @@ def prepared(model: Wrapped, inputs: Any, mask: Any, start: int | None, extra: d
         mask = made if mask is None else mask
         return adapter.call(tokens, mask, positions_for_padding(model, mask, extra, tokens))
     if isinstance(inputs, Mapping):
-        kwargs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+        shared = {k: v.value if isinstance(v, Constant) else v for k, v in inputs.items()}
+        kwargs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in shared.items()}
+        need_accepted(model, kwargs)
         mask = mask if mask is not None else kwargs.get("attention_mask")
         if mask is not None:
             kwargs["attention_mask"] = mask
@@ -64,6 +68,25 @@ def prepared(model: Wrapped, inputs: Any, mask: Any, start: int | None, extra: d
         inputs = inputs.to(device)
         return adapter.call(inputs, mask, positions_for_padding(model, mask, extra, inputs))
     return adapter.call(inputs, mask, extra)
+
+
+def need_accepted(model: Wrapped, kwargs: Mapping[str, Any]) -> None:
+    """Refuse tensors that the forward doesn't take: it would raise, or drop them without a word (``**kwargs``)."""
+    forward = type(model.module).forward
+    if forward is nn.Module.forward:
+        return
+    taken = inspect.signature(forward).parameters
+    given = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in taken]
+    if given and any(one.kind is one.VAR_KEYWORD for one in taken.values()):
+        # What it hands on unnamed, a module inside may take by name.
+        inside = {name for m in model.module.modules() for name in inspect.signature(type(m).forward).parameters}
+        given = [name for name in given if name not in inside]
+    if given:
+        names = [name for name, one in taken.items() if name != "self" and one.kind is not one.VAR_KEYWORD]
+        raise InputError(
+            f"the forward of this {type(model.module).__name__} takes no argument {given[0]!r}. Its arguments: "
+            f"{', '.join(names)}. Leave it out of the inputs, or rename it"
+        )
 
 
 def need_tokenizer(adapter: Adapter) -> Any:
@@ -183,8 +206,8 @@ def mask_for_model(model: Wrapped, attention: Tensor | None, inputs: Any = None)
     A forward that takes no mask needs none where all padding is on the right and the model is causal. Elsewhere the
     mask is passed on, and refused with the reason.
     """
-    if attention is None:
-        return None
+    if attention is None or (isinstance(inputs, Mapping) and "attention_mask" in inputs):
+        return None  # A mapping's own mask is among its arguments.
     if not model.adapter.accepts("attention_mask") and padding_mask(attention.bool(), model, inputs) is None:
         return None
     return attention.long()

@@ -36,6 +36,18 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None)
     return number
 
 
+def class_numbers(labels: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Class ids numbered from 0 in ascending order, 0 where ``mask`` is False; and the id of each number.
+
+    Examples:
+        >>> class_numbers(torch.tensor([900_000, 5, 5]))
+        (tensor([1, 0, 0]), tensor([     5, 900000]))
+    """
+    known = (labels if mask is None else labels[mask]).unique()
+    numbers = torch.searchsorted(known, labels.contiguous()).clamp(max=max(len(known) - 1, 0))
+    return numbers if mask is None else numbers.where(mask, 0), known
+
+
 def to_float64(x: Tensor) -> Tensor:
     """A tensor in float64, on the CPU where its device has no float64."""
     return (x.cpu() if x.device.type == "mps" else x).double()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
-from probelens.numerics.tensors import tensor_of
+from probelens.numerics.tensors import class_numbers, tensor_of
 from probelens.probing.splits import Split, copies_together, real_tokens
 
 
@@ -24,30 +24,37 @@ class Data:
     mask: Tensor  # where labels count (n, pos)
     groups: Tensor  # what a split keeps together, equal sequences included (n,)
     tokens: Tensor | None  # of the whole sequences, where known (n, T)
-    at: Tensor | None  # positions of the activations among these, None for all (pos,)
+    at: Tensor | None  # positions of the activations among these, None for all (pos,) or, one of each, (n, 1)
     layers: dict[str, int]  # place of each site on the layer axis
     flat: bool  # whether activations were given as (n, d): one position each
+    ids: dict[str, Tensor]  # the ids of the classes of labels that aren't numbered 0, 1, …, each (class,)
 
     @classmethod
     def of(cls, acts: Any, labels: Any, groups: Any, mask: Any, tokens: Any) -> Data:
         """Check everything and bring it into one shape; the arguments are those of ``probe``."""
         tensors, layers, kept = _sites(acts)
+        copies = getattr(acts, "copies", None)
         whole = None if tokens is None else tensor_of("tokens", tokens).cpu()
         if kept is not None:
             mask = acts.mask if mask is None else mask
             whole = acts.tokens if whole is None else whole
         flat, shape = _shape(tensors)
-        if kept is not None and len(kept) > 1 and bool((kept.diff() <= 0).any()):
+        if kept is not None and kept.ndim == 1 and len(kept) > 1 and bool((kept.diff() <= 0).any()):
             raise InputError(
                 f"the activations are of positions {kept[:8].tolist()}, which aren't ascending, so labels could be meant in "
                 "either order. Collect them in ascending order."
             )
 
         def cut(values: Any) -> Tensor:
-            """Labels at all positions of sequences of which only some were collected."""
+            """Labels at all positions of sequences of which only some were collected, or of whole sequences."""
             values = tensor_of("labels", values).cpu()
-            some = kept is not None and acts.tokens is not None and values.shape == acts.tokens.shape
-            return values[:, kept] if some and tuple(values.shape) != shape else values
+            if tuple(values.shape) == shape[:1] and not flat:
+                return values[:, None].expand(shape)
+            if kept is None or values.ndim != 2 or tuple(values.shape) == shape or len(values) != shape[0]:
+                return values
+            if values.shape[1] <= int(kept.max()) or (acts.tokens is not None and values.shape != acts.tokens.shape):
+                return values
+            return values[:, kept] if kept.ndim == 1 else values.gather(1, kept)
 
         mask = torch.ones(shape, dtype=torch.bool) if mask is None else cut(mask).bool()
         if tuple(mask.shape) != shape:
@@ -59,33 +66,37 @@ class Data:
         named = dict(labels) if isinstance(labels, Mapping) else {"label": labels}
         if not named:
             raise InputError("there are no labels to probe: labels is empty")
-        classes, numbers = dict[str, Tensor](), dict[str, Tensor]()
+        classes, numbers, ids = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
         for name, values in named.items():
             y = _label(str(name), cut(values), mask, shape)
-            (numbers if y.is_floating_point() else classes)[str(name)] = y
+            if y.is_floating_point():
+                numbers[str(name)] = y
+                continue
+            classes[str(name)], known = class_numbers(y, mask)
+            if len(known) <= int(known.max()):
+                ids[str(name)] = known
         groups = torch.arange(shape[0]) if groups is None else tensor_of("groups", groups).cpu()
         if groups.shape != (shape[0],):
             raise ShapeError(f"groups has shape {tuple(groups.shape)}; it must be ({shape[0]},), one per sequence")
         seen, at = _tokens(whole, kept, flat, shape)
-        if whole is not None:
+        if copies is not None:
+            groups = copies_together(copies[:, None], groups)
+        elif whole is not None:
             counts = mask[:, None].expand(whole.shape) if flat else mask
             if at is not None:
-                counts = torch.zeros(whole.shape, dtype=torch.bool)
-                counts[:, at] = mask
+                counts = _spread(mask, at, whole.shape)
             groups = copies_together(real_tokens(whole, counts), groups)
         prepared = {site: _prepared(site, x, mask, flat) for site, x in tensors.items()}
         if flat:
             mask = mask[:, None]
             classes, numbers = ({k: v[:, None] for k, v in some.items()} for some in (classes, numbers))
-        return cls(prepared, classes, numbers, mask, groups, seen, at, layers, flat)
+        return cls(prepared, classes, numbers, mask, groups, seen, at, layers, flat, ids)
 
     def spread(self, values: Tensor) -> Tensor:
         """Labels or a mask at all positions of the tokens; 0 and False where nothing was collected. (n, T)"""
         if self.at is None or self.tokens is None:
             return values
-        out = torch.zeros(self.tokens.shape, dtype=values.dtype)
-        out[:, self.at] = values
-        return out
+        return _spread(values, self.at, self.tokens.shape)
 
     def like(self, acts: Any) -> dict[str, Tensor]:
         """Activations of another model, checked to be of the same sites and sequences. each (n, pos, d)"""
@@ -113,6 +124,15 @@ class Data:
                 )
 
 
+def _spread(values: Tensor, at: Tensor, shape: Sequence[int]) -> Tensor:
+    """Values at some positions, of all examples (pos,) or one of each (n, 1), among zeros. (n, T)"""
+    out = torch.zeros(tuple(shape), dtype=values.dtype)
+    if at.ndim == 2:
+        return out.scatter(1, at, values)
+    out[:, at] = values
+    return out
+
+
 def _tokens(
     tokens: Tensor | None, kept: Tensor | None, flat: bool, shape: tuple[int, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -129,7 +149,7 @@ def _tokens(
     if flat:
         # The position of such a row in its sequence isn't known, so tokens only keep copies together.
         return None, None
-    if tokens.shape[1] == shape[1]:
+    if tokens.shape[1] == shape[1] and (kept is None or kept.ndim == 1):
         return tokens, None
     if kept is None or int(kept.max()) >= tokens.shape[1]:
         raise ShapeError(
@@ -149,7 +169,7 @@ def _sites(acts: Any) -> tuple[dict[str, Tensor], dict[str, int], Tensor | None]
     elif hasattr(acts, "tensors"):
         tensors, layers = dict(acts.tensors), dict(acts.layers)
         length = next(iter(tensors.values())).shape[1] if tensors else 0
-        kept = torch.arange(length) if acts.pos is None else acts.pos
+        kept = torch.arange(length) if acts.pos is None else acts.pos.cpu()
     else:
         raise InputError(f"acts must be Activations, a dict of tensors or a tensor, got {type(acts).__name__}")
     if not tensors:
@@ -170,7 +190,8 @@ def _label(name: str, y: Tensor, mask: Tensor, shape: tuple[int, ...]) -> Tensor
     """One label, checked: class ids as int64, numbers as float64."""
     if tuple(y.shape) != shape:
         raise ShapeError(
-            f"labels {name!r} have shape {tuple(y.shape)}, the activations {shape}: give one label per position"
+            f"labels {name!r} have shape {tuple(y.shape)}, the activations {shape}: give one label per position, or one per "
+            "example"
         )
     kept = y[mask]
     if y.is_floating_point():

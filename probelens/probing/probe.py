@@ -52,9 +52,11 @@ def probe(
 
     Args:
         acts: Activations, a dict of tensors by site, or one tensor. each (n, pos, d) or (n, d)
-        labels: Class ids (integers) or numbers (floating point; ridge probes, scored by R²), one tensor or a dict by
-            label. Where only some positions were collected, labels and masks may have all. each (n, pos) or (n,)
-        groups: What a split keeps together, each sequence if None; sequences of equal tokens always. (n,)
+        labels: Class ids (integers, of any size) or numbers (floating point; ridge probes, scored by R²), one tensor or a
+            dict by label. Where only some positions were collected, labels and masks may have all. Labels (n,) of
+            activations (n, pos, d) hold at every position. each (n, pos) or (n,)
+        groups: What a split keeps together, each sequence if None; equal inputs always: of a causal model the tokens up to
+            the last position that counts, of any other the whole input. (n,)
         mask: Where labels count; ``acts.mask`` if None. (n, pos)
         tokens: For the position and last-w-tokens baselines; ``acts.tokens`` if None. Give those of all positions where
             only some were collected, and for (n, d) activations, to keep copies together. (n, pos) or (n, T)
@@ -74,7 +76,8 @@ def probe(
 
     Returns:
         Accuracies on the test sequences with 95 % intervals over their groups, ``share_interval``'s: one of 1 has a lower
-        end below 1.
+        end below 1. Classes are numbered in ascending order of their ids; ``extra["class_ids"]`` has the ids of labels that
+        aren't numbered 0, 1, ….
 
     Raises:
         ShapeError: Labels, mask or groups that don't fit the activations.
@@ -101,6 +104,8 @@ def probe(
     if control_task and data.tokens is None:
         raise InputError("control_task=True needs tokens (n, pos): the control labels are a hash of the last ones")
     out = ProbeResult([], {}, {}, {}, {}, {}, {})
+    if data.ids:
+        out.extra["class_ids"] = {label: ids.tolist() for label, ids in data.ids.items()}
     with progress_bar(len(seeds) * len(data.tensors), "probes", progress) as bar:
         for s in seeds:
             split = split_by_group(data.groups, splits, s)
@@ -130,7 +135,9 @@ def _controls(data: Data, seed: int) -> dict[str, Tensor]:
     every = {**data.labels, **data.numbers}
     mask = data.spread(data.mask)
     made = {k: control_labels(data.tokens, data.spread(y), mask, seed=seed) for k, y in every.items()}
-    return {k: y if data.at is None else y[:, data.at] for k, y in made.items()}
+    if data.at is None:
+        return made
+    return {k: y[:, data.at] if data.at.ndim == 1 else y.gather(1, data.at) for k, y in made.items()}
 
 
 def _numbers(record: Recorder, site: str, x: Tensor, other: Tensor | None, alphas: Sequence[float]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from probelens.errors import ShapeError
 from probelens.numerics.modes import exact
 from probelens.numerics.stats import ratio_of_means
-from probelens.numerics.tensors import tensor_of
+from probelens.numerics.tensors import class_numbers, tensor_of
 from probelens.probing.fitting import Fitted, by_position, share
 from probelens.probing.intervals import by_group
 from probelens.probing.mlp import mlp_accuracy
@@ -179,6 +179,7 @@ def refit_accuracy(
             "need clean and ablated (n, pos, d), labels and mask (n, pos), groups (n,), got "
             + ", ".join(map(str, shapes))
         )
+    labels, _ = class_numbers(labels, mask)
     split = split_by_group(groups, FRACTIONS, seed)
     tasks = {"label": labels}
     before = Fitted.of(clean, tasks, mask, split, DEFAULT_CS, 1e-3, None, seed)
@@ -246,6 +247,7 @@ def refit_check(
     Source:
         The refitted probe: arXiv 2606.00926 v2; the MLP: Ravfogel et al. 2020, arXiv 2004.07667, section 5.
     """
+    labels, _ = class_numbers(labels, mask)
     row, by_position = refit_accuracy(clean, ablated, labels, mask, groups, mlp=mlp, seed=seed)
     split = split_by_group(groups, FRACTIONS, seed)
     majority, position = guess_accuracy(labels, mask, split)

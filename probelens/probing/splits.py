@@ -105,7 +105,10 @@ def groups_of(batch: Batch) -> Tensor:
     Returns:
         Group ids. (n,)
     """
-    return copies_together(real_tokens(batch.tokens, batch.mask, batch.attention_mask), batch.groups)
+    if isinstance(batch, Batch) and not batch.examples.plain:
+        return copies_together(batch.examples.copies()[:, None], batch.groups)
+    attention = getattr(batch, "attention_mask", None)
+    return copies_together(real_tokens(batch.tokens, batch.mask, attention), batch.groups)
 
 
 def copies_together(tokens: Tensor, groups: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def value_guesses(data: Data, values: Tensor, split: Split, w: int) -> dict[str,
     keys = {"position": [torch.arange(mask.shape[1]).expand(mask.shape)]}
     if data.tokens is not None:
         found = [torch.from_numpy(ids) for (ids,) in itertools.islice(windows(data.tokens.numpy()), w)]
-        keys["last_w"] = found if at is None else [ids[:, at] for ids in found]
+        keys["last_w"] = found if at is None else [ids[:, at] if at.ndim == 1 else ids.gather(1, at) for ids in found]
     out = {}
     for name, shorter_first in keys.items():
         guess = y.mean().expand(len(truth))

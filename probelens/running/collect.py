@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -15,17 +15,20 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError, ShapeError, StoreError, UnknownHookError
-from probelens.hooks.cache import Slice
 from probelens.hooks.forwards import hooked_by_hand, stored
-from probelens.hooks.inputs import mask_for_model, tokens_of
+from probelens.hooks.inputs import reads_both_ways
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped, resolve
+from probelens.hooks.points import HookPoint, has_positions
 from probelens.hooks.shorthand import Names, NameTable
 from probelens.numerics.tensors import whole_number
 from probelens.results.progress import progress_bar
 from probelens.results.result import Result
 from probelens.running.faster_forwards import faster_forwards
+from probelens.running.inputs import inputs_of
+from probelens.running.shapes import positions_at
 from probelens.running.stream import RECORD, Stream, need_storable
+from probelens.tasks.examples import Examples
 
 __all__ = ["Activations", "collect"]
 
@@ -37,11 +40,14 @@ class Activations(Result):
     Args:
         tensors: Site name to activations. (example, pos, ...)
         layers: Site name to its place on the layer axis; −1 is the embedding.
-        pos: The positions kept, counted from the start. (pos,)
+        pos: The positions kept, counted from the start: those of all examples (pos,), or one of each (example, 1). None
+            where the sites have different numbers of positions.
         mask: True where a position counts. (example, pos)
         tokens: The tokens they belong to, at all positions. (example, length)
         model: Name of the model.
         aliases: Other names of the sites.
+        copies: Numbers that are equal for examples of equal inputs, which a split must keep together; None where the
+            tokens up to the last labelled position say that, as in causal models. (example,)
     """
 
     tensors: dict[str, Tensor]
@@ -51,6 +57,7 @@ class Activations(Result):
     tokens: Tensor | None = None
     model: str = ""
     aliases: dict[str, str] = field(default_factory=dict)
+    copies: Tensor | None = None
 
     @property
     def names(self) -> list[str]:
@@ -121,7 +128,7 @@ def collect(
     model: HookedModel,
     batch: Any,
     sites: Names = "resid_post",
-    pos: Slice = None,
+    pos: Any = None,
     out: str | os.PathLike[str] | None = None,
     *,
     batch_size: int = 64,
@@ -133,11 +140,14 @@ def collect(
 
     Args:
         model: The wrapped model; run in eval mode, without gradients.
-        batch: A ``Batch``, tokens (example, pos), strings, a mapping with ``input_ids`` (and
-            ``attention_mask``), or rows of a Hugging Face dataset that have these columns.
+        batch: A ``Batch``, tokens (example, pos), features or pictures (example, ...), strings, a mapping of the
+            forward's own arguments, each (example, ...), or rows of a Hugging Face dataset, of which the columns that the
+            forward takes are used (but not ``labels``).
         sites: A shorthand, which means every layer, "layers" for the whole layer axis, names,
             globs, or a list.
-        pos: Positions to keep: None for all, int, slice, list. An int keeps an axis of length 1.
+        pos: Positions to keep, counted on the activations' own axis: None for all, an int, slice or list for all
+            examples; "last" for the last real one of each, or a tensor with one for each (example,). One position keeps an
+            axis of length 1.
         out: A folder to stream to. What is there already is kept, and an interrupted run of the same data continues
             where it stopped. The result is memory-mapped: editing it changes memory only. Files found there are
             read once and compared with the checksums of what was written (about 0.3 s for 200 MB). A second
@@ -153,13 +163,14 @@ def collect(
 
     Raises:
         UnknownHookError: A site that the model doesn't have.
-        InputError: No examples, no positions, a batch size below 1, a dtype that isn't a floating one or, with
+        ShapeError: A position that isn't there, or arguments of different numbers of examples.
+        InputError: An argument that the forward doesn't take, no examples, no positions, a batch size below 1, a dtype that isn't a floating one or, with
             ``out``, one that files don't have (bfloat16), an empty ``out``, or ``out`` while the model has hooks.
         StoreError: ``out`` holds activations of other data or another model, weight by weight, or some that were
             changed, or can't be written.
     """
     need_wrapped(model)
-    tokens, mask, attention = _inputs(model, batch, attention_mask)
+    examples, mask, attention = inputs_of(model, batch, attention_mask)
     points = resolve(model, sites)
     names = [point.name for point in points]
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -167,54 +178,79 @@ def collect(
             f"activations are kept in a floating dtype such as torch.float16, got dtype={dtype!r}. None keeps the model's"
         )
     whole_number("batch_size", batch_size)
-    if len(tokens) == 0 or tokens.shape[1] == 0:
-        raise InputError(f"collect needs sequences with tokens, got {len(tokens)} sequences of {tokens.shape[1]}")
-    if isinstance(pos, int):
-        pos = [pos]
-    length = tokens.shape[1]
-    kept = _positions(pos, length)
+    n, length = len(examples), examples.length
+    if n == 0 or length == 0:
+        raise InputError(f"collect needs sequences with tokens, got {n} sequences of {length}")
+    lengths = sorted(set(positions_at(model, examples, names, attention).values()))
+    if pos is not None and len(lengths) > 1:
+        raise InputError(
+            f"pos={pos!r}: the sites have different numbers of positions, {lengths}. Collect them one by one, or pos=None."
+        )
+    kept = _positions(pos, lengths[0], n, mask) if len(lengths) == 1 else None
+    if isinstance(pos, int) and attention is not None and kept is not None and not bool(attention[:, kept].all()):
+        raise InputError(
+            f"pos={pos} is padding in {int((attention[:, kept] == 0).sum())} of {n} sequences. Give pos='last' for the last "
+            "real position of each, or pad on the other side."
+        )
+    each = kept is not None and kept.ndim == 2
+    # Positions of plain tokens are the same in every batch.
+    sliced = pos is not None and not each and examples.plain
     stop = stops_at(model, names)
     store: _Memory | Stream
     if out is None:
-        store = _Memory(len(tokens))
+        store = _Memory(n)
     else:
         folder = _folder(out)
         _need_unhooked(model)
-        store = Stream(folder, len(tokens), _key(model, tokens, names, kept, dtype, attention))
+        store = Stream(folder, n, _key(model, examples, names, kept, dtype, attention))
         if not store.files:
             need_storable(dtype or model.cfg.dtype)
-    chunks = torch.arange(len(tokens)).split(batch_size)
+    chunks = torch.arange(n).split(batch_size)
+    # Positions that the model gave nothing at: a batch of packed sequences has those of its longest.
+    given, short = torch.ones(n, lengths[0] if len(lengths) == 1 else 0, dtype=torch.bool), False
     with (
         torch.no_grad(),
         model.evaluating(),
         faster_forwards(model, names),
         store.writing(),
-        progress_bar(len(tokens), "sequences", progress) as bar,
+        progress_bar(n, "sequences", progress) as bar,
     ):
         for rows in chunks:
             if int(rows[-1]) < store.done:
                 bar.update(len(rows))
                 continue
             _, cache = model.run_with_cache(
-                tokens[rows],
+                examples.rows(rows),
                 names,
-                pos_slice=pos,
+                pos_slice=kept.tolist() if sliced and kept is not None else None,
                 device="cpu",
                 dtype=dtype,
                 return_type=None,
                 stop_at_layer=stop,
                 attention_mask=None if attention is None else attention[rows],
             )
-            store.put(int(rows[0]), {name: cache[name] for name in names})
+            found = {name: cache[name] for name in names}
+            if not examples.plain and lengths:
+                short |= _lengthened(found, points, lengths[0] if len(lengths) == 1 else 0, given, rows)
+            if each and kept is not None:
+                found = {p.name: _at_each(found[p.name], kept[rows], p) for p in points}
+            elif pos is not None and kept is not None and not sliced:
+                found = {p.name: _at_all(found[p.name], kept, p) for p in points}
+            store.put(int(rows[0]), found)
             bar.update(len(rows))
+    tokens = examples.tokens
+    if short:
+        mask = given if mask is None or mask.shape != given.shape else mask.cpu() & given
+    seen = _kept_mask(mask, kept, lengths)
     return Activations(
         store.tensors(),
         {point.name: point.depth for point in points},
         kept,
-        None if mask is None else mask[:, kept],
-        tokens.cpu() if not tokens.is_floating_point() else None,
+        seen,
+        None if tokens is None else tokens.cpu(),
         model.cfg.model_name,
         {other: name for other, name in {**model.points.paths, **model.points.aliases}.items() if name in names},
+        _copies(model, examples, kept, seen),
     )
 
 
@@ -227,67 +263,6 @@ def stops_at(model: HookedModel, names: list[str]) -> int | None:
     return last if last < model.cfg.n_layers else None
 
 
-def _inputs(model: HookedModel, batch: Any, attention: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    tokens = getattr(batch, "tokens", None)
-    if isinstance(tokens, Tensor):
-        given = getattr(batch, "attention_mask", None) if attention is None else attention
-        return tokens, getattr(batch, "mask", None), mask_for_model(model, given, tokens)
-    if isinstance(batch, str) or (
-        isinstance(batch, (list, tuple)) and batch and all(isinstance(t, str) for t in batch)
-    ):
-        tokens, made = tokens_of(model.adapter, batch)
-        attention = made if attention is None else attention
-    elif isinstance(batch, Tensor):
-        tokens = batch
-    elif (columns := _columns(batch)) is not None:
-        if "input_ids" not in columns:
-            raise InputError(f"inputs need a column 'input_ids', found {sorted(columns)}. Tokenize the text first.")
-        tokens, made = _padded(columns["input_ids"], columns.get("attention_mask"))
-        attention = made if attention is None else attention
-    else:
-        try:
-            tokens = torch.as_tensor(batch)
-        except (TypeError, ValueError, RuntimeError) as err:
-            raise InputError(
-                f"can't collect from a {type(batch).__name__}. Give a Batch, tokens (example, pos), strings, "
-                "or a mapping with input_ids"
-            ) from err
-    if tokens.ndim < 2:
-        raise ShapeError(f"inputs must be (example, pos, ...), got shape {tuple(tokens.shape)}")
-    if attention is not None:
-        attention = torch.as_tensor(attention)
-        if attention.shape != tokens.shape[:2]:
-            raise ShapeError(
-                f"attention_mask has shape {tuple(attention.shape)}, the tokens {tuple(tokens.shape[:2])}: they must agree"
-            )
-        return tokens, attention.bool().cpu(), mask_for_model(model, attention, tokens)
-    return tokens, None, None
-
-
-def _columns(batch: Any) -> Mapping[str, Any] | None:
-    """A mapping, a dataset or a list of its rows as columns; None for anything else."""
-    if isinstance(batch, Mapping):
-        return batch
-    if hasattr(batch, "column_names"):
-        return {name: batch[name] for name in batch.column_names}
-    if isinstance(batch, (list, tuple)) and batch and all(isinstance(row, Mapping) for row in batch):
-        return {name: [row[name] for row in batch] for name in batch[0] if all(name in row for row in batch)}
-    return None
-
-
-def _padded(ids: Any, attention: Any) -> tuple[Tensor, Tensor | None]:
-    if isinstance(ids, Tensor):
-        return ids, None if attention is None else torch.as_tensor(attention)
-    rows = [list(row) for row in ids]
-    width = max((len(r) for r in rows), default=0)
-    tokens = torch.tensor([r + [0] * (width - len(r)) for r in rows])
-    if attention is not None:
-        return tokens, torch.tensor([list(m) + [0] * (width - len(m)) for m in attention])
-    if all(len(r) == width for r in rows):
-        return tokens, None
-    return tokens, torch.tensor([[1] * len(r) + [0] * (width - len(r)) for r in rows])
-
-
 def _folder(out: Any) -> Path:
     if not isinstance(out, (str, os.PathLike)) or not os.fspath(out):
         raise InputError(
@@ -297,12 +272,22 @@ def _folder(out: Any) -> Path:
     return Path(out)
 
 
-def _positions(pos: Slice, length: int) -> Tensor:
+def _positions(pos: Any, length: int, n: int, mask: Tensor | None) -> Tensor:
+    """The positions kept: those of all examples (pos,), or one of each (example, 1)."""
     if pos is None:
         return torch.arange(length)
+    if isinstance(pos, str):
+        if pos != "last":
+            raise InputError(
+                f"pos={pos!r} is not known. Allowed: None, 'last', an int, a slice, a list, a tensor (example,)"
+            )
+        return last_real(mask, n, length)[:, None]
+    each = isinstance(pos, Tensor) and pos.ndim == 1
     if isinstance(pos, tuple):
         pos = slice(*pos)
-    wanted = torch.arange(length)[pos] if isinstance(pos, slice) else torch.as_tensor(pos)
+    wanted = torch.arange(length)[pos] if isinstance(pos, slice) else torch.as_tensor(pos).reshape(-1).long().cpu()
+    if each and len(wanted) != n:
+        raise ShapeError(f"pos has {len(wanted)} positions for {n} examples; a list means all examples")
     if not wanted.numel():
         raise InputError(f"pos={pos!r} keeps none of {length} positions. None keeps all")
     bad = wanted[(wanted < -length) | (wanted >= length)]
@@ -310,7 +295,71 @@ def _positions(pos: Slice, length: int) -> Tensor:
         raise ShapeError(
             f"position {int(bad[0])} asked for, but the sequences have {length}: allowed are {-length} to {length - 1}"
         )
-    return wanted % length
+    return (wanted % length)[:, None] if each else wanted % length
+
+
+def last_real(mask: Tensor | None, n: int, length: int) -> Tensor:
+    """The last position of each example at which its mask (example, pos) is True, all of it without one. (example,)"""
+    if mask is None or mask.shape != (n, length):
+        return torch.full((n,), length - 1)
+    if not bool(mask.any(1).all()):
+        raise InputError(f"example {int((~mask.any(1)).nonzero()[0])} has no real position, so none is the last")
+    return length - 1 - mask.cpu().long().flip(1).argmax(1)
+
+
+def _at_each(tensor: Tensor, pos: Tensor, point: HookPoint) -> Tensor:
+    """A tensor at one position of each example, (example, 1), on the point's axis of positions, which stays."""
+    if not has_positions(point):
+        return tensor
+    axis = point.pos_axis
+    index = pos.reshape(len(pos), *[1] * (tensor.ndim - 1)).expand(
+        *[1 if i == axis else k for i, k in enumerate(tensor.shape)]
+    )
+    return tensor.gather(axis, index)
+
+
+def _at_all(tensor: Tensor, pos: Tensor, point: HookPoint) -> Tensor:
+    """A tensor at the same positions of all examples, on the point's axis of positions."""
+    return tensor.index_select(point.pos_axis, pos) if has_positions(point) else tensor
+
+
+def _lengthened(
+    found: dict[str, Tensor], points: Iterable[HookPoint], length: int, given: Tensor, rows: Tensor
+) -> bool:
+    """Fill up with zeros what has fewer positions than others, and write where that is; whether anything has."""
+    short = False
+    for point in points:
+        tensor, axis = found[point.name], point.pos_axis
+        if not has_positions(point) or not length or tensor.ndim <= axis or tensor.shape[axis] >= length:
+            continue
+        short = True
+        given[rows, tensor.shape[axis] :] = False
+        more = tensor.new_zeros([length - tensor.shape[axis] if i == axis else k for i, k in enumerate(tensor.shape)])
+        found[point.name] = torch.cat([tensor, more], axis)
+    return short
+
+
+def _kept_mask(mask: Tensor | None, kept: Tensor | None, lengths: list[int]) -> Tensor | None:
+    """The mask at the positions kept; None where it is of other positions than the sites'."""
+    if mask is None or kept is None or mask.ndim != 2 or mask.shape[1] != lengths[0]:
+        return None
+    mask = mask.cpu()
+    return mask.gather(1, kept) if kept.ndim == 2 else mask[:, kept]
+
+
+def _copies(model: HookedModel, examples: Examples, kept: Tensor | None, seen: Tensor | None) -> Tensor | None:
+    """Numbers of equal inputs; None where a causal model makes the tokens up to the last position kept say that."""
+    if not examples.plain or kept is None:
+        return examples.copies()
+    tokens = examples.main
+    last = (kept if kept.ndim == 2 else kept.expand(len(tokens), -1)).amax(1)
+    if seen is not None:
+        last = (kept if kept.ndim == 2 else kept.expand(len(tokens), -1)).masked_fill(~seen, -1).amax(1)
+    read = tokens.cpu().masked_fill(torch.arange(tokens.shape[1]) > last[:, None], -1)
+    whole = examples.copies()
+    # The model is tried only where the two tell examples apart differently.
+    same = int(whole.max()) + 1 == len(read.unique(dim=0))
+    return None if same or not reads_both_ways(model, tokens) else whole
 
 
 class _Memory:
@@ -337,15 +386,21 @@ class _Memory:
 
 def _key(
     model: HookedModel,
-    tokens: Tensor,
+    examples: Examples,
     names: list[str],
-    kept: Tensor,
+    kept: Tensor | None,
     dtype: torch.dtype | None,
     attention: Tensor | None,
 ) -> str:
     digest = hashlib.sha256()
-    digest.update(json.dumps([model.cfg.model_name, names, str(dtype), list(tokens.shape), kept.tolist()]).encode())
-    digest.update(tokens.cpu().contiguous().numpy().tobytes())
+    at = None if kept is None else kept.tolist()
+    digest.update(json.dumps([model.cfg.model_name, names, str(dtype), list(examples.main.shape), at]).encode())
+    for name, tensor in (
+        {"": examples.main}.items() if isinstance(examples.inputs, Tensor) else examples.batched.items()
+    ):
+        digest.update(name.encode())
+        content: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        digest.update(content)
     if attention is not None:
         digest.update(attention.bool().cpu().contiguous().numpy().tobytes())
     with model.evaluating():

@@ -14,6 +14,7 @@ from probelens.tasks.counter import Counter
 from probelens.tasks.data import Batch, PatchPairs
 from probelens.tasks.drawing.arguments import choice
 from probelens.tasks.dyck import Dyck
+from probelens.tasks.examples import Constant
 from probelens.tasks.flip_flop import FlipFlop
 from probelens.tasks.group_words import GroupWords
 from probelens.tasks.parity import Parity
@@ -21,6 +22,7 @@ from probelens.tasks.parity import Parity
 __all__ = [
     "Batch",
     "CodeDepth",
+    "Constant",
     "Counter",
     "Dyck",
     "FlipFlop",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
+from probelens.tasks.examples import Constant, Examples
 
-__all__ = ["IGNORE", "Batch", "Exclude", "PatchPairs", "parts_of"]
+__all__ = ["IGNORE", "Batch", "Constant", "Examples", "Exclude", "PatchPairs", "parts_of"]
 
 IGNORE = -100
 """Label written where the mask is False: the class that ``torch.nn.functional.cross_entropy`` skips."""
@@ -19,78 +21,127 @@ IGNORE = -100
 Index = int | slice | Sequence[int] | Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False, repr=False)
 class Batch:
-    """Sequences with a label at every position.
+    """Inputs of a model with labels, at every position or for each example.
 
     Args:
-        tokens: Token ids. (batch, pos) int64
-        labels: One tensor of class ids per label name. each (batch, pos) int64
-        mask: True where the labels count; False on BOS and padding. All True when left out. (batch, pos) bool
+        inputs: Token ids (example, pos); features (example, pos, feature), pictures (example, channel, h, w) or other
+            floats; or a mapping of the forward's own arguments, each (example, ...), or marked as shared by all examples
+            with ``pl.Constant``.
+        labels: One tensor per label name, each (example, pos) or (example,): integers are classes, of any ids from 0;
+            floats are values.
+        mask: True where the labels count; False on BOS and padding. All True when left out. (example, pos), or (example,)
         groups: What a split keeps together: the sequence, or the module a piece of code comes from. Numbered
-            0, 1, … when left out. (batch,) int64
+            0, 1, … when left out. (example,) int64
         attention_mask: True on real tokens, False on padding, which the model then ignores; labels on padding
             don't count. ``mask`` isn't passed to the model: it is enough where padding on the right can't affect
-            an earlier position. (batch, pos) bool
+            an earlier position. A mapping may hold its own. (example, pos) bool
+        tokens: Another name of ``inputs``, for token ids alone. (example, pos) int64
 
     Raises:
-        ShapeError: tokens aren't two-dimensional, or labels, a mask or groups don't fit them.
-        InputError: A wrong dtype, a negative token, or a negative label where the mask is True.
+        ShapeError: Inputs without an axis of examples, or labels, a mask or groups that don't fit them.
+        InputError: A wrong dtype, a negative token, a negative class or a value that is no number where the mask is True.
 
     Examples:
         >>> tokens, labels = torch.tensor([[0, 1, 1], [1, 1, 1]]), torch.tensor([[0, 1, 0], [1, 0, 1]])
-        >>> batch = Batch(tokens, {"state": labels})
+        >>> batch = Batch(tokens, {"state": labels, "first": labels[:, 0]})
         >>> len(batch), batch.length
         (2, 3)
-        >>> batch[1:].labels["state"]
-        tensor([[1, 0, 1]])
+        >>> batch[1:].labels["state"], batch[1:].labels["first"]
+        (tensor([[1, 0, 1]]), tensor([1]))
+        >>> Batch({"series": torch.zeros(5, 8, 3), "lengths": torch.full((5,), 8)}, {"sum": torch.zeros(5)})
+        Batch(5 examples × 8 positions of series (5, 8, 3), lengths (5,), labels: sum)
     """
 
-    tokens: Tensor
-    labels: dict[str, Tensor] = field(default_factory=dict)
-    mask: Tensor = None  # type: ignore[assignment]  # a Tensor after __post_init__
-    groups: Tensor = None  # type: ignore[assignment]  # a Tensor after __post_init__
-    attention_mask: Tensor | None = None
+    inputs: Any
+    labels: dict[str, Tensor]
+    mask: Tensor
+    groups: Tensor
+    attention_mask: Tensor | None
 
-    def __post_init__(self) -> None:
-        tokens = _tokens("tokens", self.tokens)
-        mask = _mask(self.mask, tokens, "tokens")
-        attention = self.attention_mask
-        if attention is not None:
-            attention = _mask(torch.as_tensor(attention).bool(), tokens, "tokens")
-            mask = mask & attention
-        groups = torch.arange(len(tokens), device=tokens.device) if self.groups is None else self.groups
-        groups = _integers("groups", groups, (len(tokens),), "one id per sequence")
-        if not isinstance(self.labels, Mapping):
+    def __init__(
+        self, inputs: Any = None, labels: Mapping[str, Tensor] | None = None, mask: Tensor | None = None,
+        groups: Tensor | None = None, attention_mask: Tensor | None = None, *, tokens: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        if (inputs is None) == (tokens is None):
+            raise InputError("a Batch needs inputs: token ids (example, pos), features, or a mapping of arguments.")
+        examples = Examples(_inputs("inputs", inputs) if tokens is None else _tokens("tokens", tokens))
+        main, n = examples.main, len(examples)
+        labels = {} if labels is None else labels
+        if not isinstance(labels, Mapping):
             raise InputError(
-                f"labels is a {type(self.labels).__name__}; it must be a dict of label name to tensor. "
+                f"labels is a {type(labels).__name__}; it must be a dict of label name to tensor. "
                 'Wrap a single one: {"state": labels}.'
             )
-        labels = {}
-        for name, values in self.labels.items():
-            values = _integers(f"labels[{name!r}]", values, tuple(tokens.shape), "one class id per token")
-            if bool(((values < 0) & mask).any()):
+        found = {str(name): _values(f"labels[{name!r}]", values) for name, values in labels.items()}
+        shape = _lead(examples, [*found.values(), mask])
+        for name, values in found.items():
+            if tuple(values.shape) not in ((n,), shape):
+                raise ShapeError(
+                    f"labels[{name!r}] has shape {tuple(values.shape)}; it must be {shape}, one per position, "
+                    f"or ({n},), one per example."
+                    if len(shape) == 2
+                    else f"labels[{name!r}] has shape {tuple(values.shape)}; it must be {shape}, one per example."
+                )
+        mask = _mask(mask, shape, main.device)
+        if attention_mask is None:
+            attention_mask = examples.attention_mask
+        if attention_mask is not None:
+            attention_mask = torch.as_tensor(attention_mask).bool()
+            if examples.plain or attention_mask.shape == shape:
+                mask = mask & _mask(attention_mask, shape, main.device)
+        groups = torch.arange(n, device=main.device) if groups is None else groups
+        groups = _integers("groups", groups, (n,), "one id per sequence")
+        for name, values in found.items():
+            counted = values[_counts(mask, values)]
+            if values.is_floating_point():
+                if not bool(torch.isfinite(counted).all()):
+                    raise InputError(
+                        f"labels[{name!r}] holds NaN or infinity where the mask is True. Set the mask to False there."
+                    )
+            elif bool((counted < 0).any()):
                 raise InputError(
                     f"labels[{name!r}] has negative class ids where the mask is True; class ids start at 0. "
                     "Set the mask to False at positions without a label."
                 )
-            labels[str(name)] = values
-        vars(self).update(tokens=tokens, labels=labels, mask=mask, groups=groups, attention_mask=attention)
+        vars(self).update(inputs=examples.inputs, labels=found, mask=mask, groups=groups, attention_mask=attention_mask)
 
     def __repr__(self) -> str:
-        return f"Batch({len(self)} sequences × {self.length} positions, labels: {', '.join(self.labels) or 'none'})"
+        labels = ", ".join(self.labels) or "none"
+        if self.examples.plain:
+            return f"Batch({len(self)} sequences × {self.length} positions, labels: {labels})"
+        size = f"{len(self)} examples" + (f" × {self.length} positions" if self.mask.ndim == 2 else "")
+        return f"Batch({size} of {self.examples.describe()}, labels: {labels})"
+
+    @functools.cached_property
+    def examples(self) -> Examples:
+        """The inputs, to be cut by example."""
+        return Examples(self.inputs)
+
+    @property
+    def tokens(self) -> Tensor:
+        """The token ids. (example, pos)
+
+        Raises:
+            InputError: The inputs are no tokens.
+        """
+        found = self.examples.tokens
+        if found is None:
+            raise InputError(f"this batch has no tokens (example, pos): its inputs are {self.examples.describe()}.")
+        return found
 
     @property
     def length(self) -> int:
-        """Number of positions, BOS and padding included."""
-        return self.tokens.shape[1]
+        """Number of positions, BOS and padding included; 1 where inputs and labels have no axis of positions."""
+        return self.mask.shape[1] if self.mask.ndim == 2 else 1
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.mask)
 
     def __getitem__(self, index: Index) -> Batch:
         """The chosen sequences as a Batch; a single integer gives a batch of one."""
-        at = _index(index, len(self), self.tokens.device)
+        at = _index(index, len(self), self.mask.device)
         return self._map(lambda values: values[at])
 
     def to(self, device: str | torch.device) -> Batch:
@@ -106,7 +157,8 @@ class Batch:
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> Batch:
         labels = {name: fn(values) for name, values in self.labels.items()}
-        return replace(self, labels=labels, **_mapped(self, fn))
+        attention = None if self.attention_mask is None else fn(self.attention_mask)
+        return Batch(self.examples.map(fn), labels, fn(self.mask), fn(self.groups), attention)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +203,7 @@ class PatchPairs:
                 "equal. Pad the shorter sequences and pass mask."
             )
         n, length = clean.shape
-        mask = _mask(self.mask, clean, "clean")
+        mask = _mask(self.mask, tuple(clean.shape), clean.device)
         edit = _integers("edit_pos", self.edit_pos, (n,), "one position per example")
         read = _integers("read_pos", self.read_pos, (n,), "one position per example")
         answers = _integers("answers", self.answers, (n, 2), "[clean answer, corrupted answer] per example")
@@ -255,15 +307,54 @@ def _tokens(name: str, values: Any) -> Tensor:
     return tokens
 
 
-def _mask(mask: Any, like: Tensor, name: str) -> Tensor:
+def _inputs(name: str, values: Any) -> Any:
+    """Inputs as given: a mapping, floats, or token ids, which are checked."""
+    if isinstance(values, Mapping):
+        return values
+    if isinstance(values, Tensor) and values.is_floating_point() and values.ndim > 1:
+        return values
+    return _tokens(name, values)
+
+
+def _values(name: str, values: Any) -> Tensor:
+    """Labels: classes as int64, values as they are."""
+    if isinstance(values, Tensor) and values.is_floating_point():
+        return values
+    return _integers(name, values, tuple(getattr(values, "shape", ())), "class ids or float values")
+
+
+def _lead(examples: Examples, others: Sequence[Any]) -> tuple[int, ...]:
+    """Shape of labels and masks: (example, pos), or (example,) where nothing says how many positions there are."""
+    if examples.plain:
+        return tuple(examples.main.shape)
+    wide = [tuple(other.shape) for other in others if isinstance(other, Tensor) and other.ndim == 2]
+    if wide:
+        return len(examples), wide[0][1]
+    return (len(examples),) if examples.length is None else (len(examples), examples.length)
+
+
+def _mask(mask: Any, shape: tuple[int, ...], device: torch.device) -> Tensor:
     if mask is None:
-        return torch.ones(like.shape, dtype=torch.bool, device=like.device)
+        return torch.ones(shape, dtype=torch.bool, device=device)
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise InputError(f"mask is {found}; it must be a bool tensor, True where labels count: mask.bool().")
-    if mask.shape != like.shape:
-        raise ShapeError(f"mask has shape {tuple(mask.shape)}; it must be {tuple(like.shape)}, the shape of {name}.")
+    if mask.shape == shape[:1] and len(shape) == 2:
+        return mask[:, None].expand(shape)
+    if mask.shape != shape:
+        raise ShapeError(f"mask has shape {tuple(mask.shape)}; it must be {shape}, as the inputs and labels.")
     return mask
+
+
+def _counts(mask: Tensor, values: Tensor) -> Tensor:
+    """Where labels count, in the shape of the labels."""
+    return (
+        mask.any(1)
+        if mask.ndim > values.ndim
+        else mask
+        if mask.ndim == values.ndim
+        else mask[:, None].expand_as(values)
+    )
 
 
 def _index(index: Any, n: int, device: torch.device) -> Tensor:

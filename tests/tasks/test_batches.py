@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from probelens.errors import InputError, ShapeError
-from probelens.tasks import Batch, PatchPairs
+from probelens.tasks import Batch, Constant, PatchPairs
+from probelens.tasks.examples import Examples
 
 
 def batch() -> Batch:
@@ -95,7 +96,9 @@ def test_a_negative_label_is_fine_exactly_where_the_mask_is_false() -> None:
         ({"tokens": [[1, 2]]}, InputError, "list.*torch.as_tensor"),
         ({"tokens": torch.tensor([[0, -1]])}, InputError, "negative id -1"),
         ({"labels": {"y": torch.zeros(4, 2, dtype=torch.long)}}, ShapeError, r"\(4, 2\).*\(4, 3\)"),
-        ({"labels": {"y": torch.zeros(4, 3)}}, InputError, "float32"),
+        ({"labels": {"y": torch.ones(4, 3) > 0}}, InputError, "torch.bool"),
+        ({"labels": {"y": torch.full((4, 3), torch.nan)}}, InputError, "NaN or infinity where the mask is True"),
+        ({"labels": {"y": torch.zeros(3)}}, ShapeError, r"\(3,\).*\(4, 3\), one per position, or \(4,\)"),
         ({"labels": torch.zeros(4, 3, dtype=torch.long)}, InputError, "dict of label name"),
         ({"mask": torch.ones(4, 3)}, InputError, r"mask\.bool\(\)"),
         ({"mask": torch.ones(4, 2, dtype=torch.bool)}, ShapeError, r"\(4, 2\).*\(4, 3\)"),
@@ -140,3 +143,50 @@ def test_pairs_slice_by_example_and_keep_label_and_mask() -> None:
     assert pairs.mask.sum(1).tolist() == [2, 4]
     assert pairs.label == pairs.to("cpu").label == "state"
     assert pairs.answers.shape == (2, 2)
+
+
+def test_inputs_may_be_features_pictures_or_the_arguments_of_a_forward() -> None:
+    series = Batch(
+        torch.randn(4, 5, 3), {"run": torch.randn(4, 5), "end": torch.randn(4), "sign": torch.tensor([0, 9, 0, 9])}
+    )
+    assert (series.mask.shape, series.length) == ((4, 5), 5)
+    pictures = Batch(
+        torch.randn(4, 3, 8, 8), {"kind": torch.tensor([0, 1, 2, 0])}, torch.tensor([True, True, False, True])
+    )
+    assert (pictures.mask.tolist(), len(pictures)) == ([True, True, False, True], 4)
+    by_patch = Batch(torch.randn(4, 3, 8, 8), {"edge": torch.zeros(4, 17).long(), "kind": torch.tensor([0, 1, 2, 0])})
+    assert by_patch.mask.shape == (4, 17)
+    table = torch.eye(3)
+    given = {"tokens": torch.arange(12).reshape(4, 3), "lengths": [3, 2, 1, 3], "scale": 2.0, "table": Constant(table)}
+    two = Batch(given, {"y": torch.ones(4)})
+    part = two[[3, 1]]
+    assert part.inputs["lengths"].tolist() == [3, 2]
+    assert part.tokens.tolist() == [[9, 10, 11], [3, 4, 5]]
+    assert part.examples.rows([0])["table"] is table
+    assert part.to("cpu").inputs["scale"] == 2.0
+    for batch in (series, pictures):
+        with pytest.raises(InputError, match="has no tokens"):
+            _ = batch.tokens
+    with pytest.raises(ShapeError, match=r"'lengths' has shape \(3,\).*pl.Constant"):
+        Batch({**given, "lengths": torch.ones(3)})
+    with pytest.raises(InputError, match="words.* is a list"):
+        Batch({**given, "words": ["a", "b"]})
+
+
+def test_a_mask_of_examples_and_the_mask_among_the_arguments_count() -> None:
+    tokens = torch.zeros(2, 3, dtype=torch.long)
+    assert Batch(tokens, mask=torch.tensor([True, False])).mask.tolist() == [[True] * 3, [False] * 3]
+    told = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    batch = Batch({"input_ids": tokens, "attention_mask": told, "token_type_ids": tokens})
+    assert batch.mask.tolist() == batch.attention_mask.tolist() == told.bool().tolist()
+    whole = {"y": torch.tensor([-100, 3])}
+    assert Batch(tokens, whole, torch.tensor([False, True])).labels["y"].tolist() == [-100, 3]
+    with pytest.raises(InputError, match="negative class"):
+        Batch(tokens, whole)
+
+
+def test_examples_of_equal_inputs_have_equal_numbers() -> None:
+    a = torch.tensor([[1, 2], [1, 2], [3, 4], [1, 2]])
+    assert Examples(a).copies().tolist() == [0, 0, 1, 0]
+    ids = Examples({"a": a, "b": torch.tensor([0, 0, 0, 5])}).copies().tolist()
+    assert ids[0] == ids[1] != ids[2] != ids[3] != ids[0]
