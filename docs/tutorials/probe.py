@@ -78,10 +78,11 @@ result.plot()
 # A probe with many weights can memorise. The control task gives every *context* a random label, drawn once: a probe
 # that reads it well learns by heart. `selectivity` is the accuracy on the label less the accuracy on the control task.
 # `compression` asks the same without a control: how many times shorter the labels become if the probe that sends them
-# has to be learned on the way. 1 is nothing gained over a uniform code.
+# has to be learned on the way. `compression_floor` is what the label's frequencies alone give, log2 k / H(y): a
+# compression of no more than that is nothing read.
 
 # %%
-rows[["label", "layer", "accuracy", "selectivity", "compression"]]
+rows[["label", "layer", "accuracy", "selectivity", "compression", "compression_floor"]]
 
 # %% [markdown]
 # ## What it shows, and what it doesn't

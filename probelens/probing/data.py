@@ -19,7 +19,7 @@ class Data:
     """Activations, labels and masks in one shape."""
 
     tensors: dict[str, Tensor]  # activations by site, each (n, pos, d)
-    labels: dict[str, Tensor]  # class ids by label, each (n, pos)
+    labels: dict[str, Tensor]  # classes by label, numbered from 0, each (n, pos)
     numbers: dict[str, Tensor]  # numeric labels by label, each (n, pos)
     mask: Tensor  # where labels count (n, pos)
     groups: Tensor  # what a split keeps together, equal sequences included (n,)
@@ -27,7 +27,7 @@ class Data:
     at: Tensor | None  # positions of the activations among these, None for all (pos,) or, one of each, (n, 1)
     layers: dict[str, int]  # place of each site on the layer axis
     flat: bool  # whether activations were given as (n, d): one position each
-    ids: dict[str, Tensor]  # the ids of the classes of labels that aren't numbered 0, 1, …, each (class,)
+    ids: dict[str, Tensor]  # the ids of these classes, ascending, each (class,)
 
     @classmethod
     def of(cls, acts: Any, labels: Any, groups: Any, mask: Any, tokens: Any) -> Data:
@@ -72,9 +72,7 @@ class Data:
             if y.is_floating_point():
                 numbers[str(name)] = y
                 continue
-            classes[str(name)], known = class_numbers(y, mask)
-            if len(known) <= int(known.max()):
-                ids[str(name)] = known
+            classes[str(name)], ids[str(name)] = class_numbers(y, mask)
         groups = torch.arange(shape[0]) if groups is None else tensor_of("groups", groups).cpu()
         if groups.shape != (shape[0],):
             raise ShapeError(f"groups has shape {tuple(groups.shape)}; it must be ({shape[0]},), one per sequence")

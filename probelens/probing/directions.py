@@ -6,7 +6,7 @@ the class means span the subspace in which the classes differ at all: without it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
@@ -34,6 +34,8 @@ class Directions:
     class_means: Tensor  # (class, d), or (1, d)
     leace_left: Tensor  # what LEACE changes, the largest canonical correlation first (k, d)
     leace_right: Tensor  # what it reads (k, d)
+    # Shares of the training rows' variance and of the between-class variance in the span of "filter" and "class_means".
+    carried: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, shared: Factorised, rows: Tensor, y: Tensor) -> Directions:
@@ -51,7 +53,11 @@ class Directions:
         unwhite = shared.vectors * (shared.values / n).sqrt() * scale[:, None]
         u, s, _ = torch.linalg.svd(white.mT @ means.mT, full_matrices=False)
         u = u[:, : max(1, len(means) - 1)][:, s[: max(1, len(means) - 1)] > _SMALL]
-        return cls(rows.double(), pattern, means, (unwhite @ u).mT, (white @ u).mT)
+        found = cls(rows.double(), pattern, means, (unwhite @ u).mT, (white @ u).mT)
+        for definition in ("filter", "class_means"):
+            basis = torch.nn.functional.normalize(found.rows(definition), dim=1)
+            found.carried[definition] = _share(unwhite.mT, basis), _share(means, basis)
+        return found
 
     def rows(self, definition: str) -> Tensor:
         """At most classes − 1 rows of a definition, largest first, neither orthogonal nor of unit length. (k, d)"""
@@ -65,3 +71,9 @@ class Directions:
         _, size, right = torch.linalg.svd(rows, full_matrices=False)
         kept = int((size > size.max().clamp_min(1e-300) * 1e-6).sum())
         return size[:kept, None] * right[:kept]
+
+
+def _share(rows: Tensor, basis: Tensor) -> float:
+    """The share of the squares of rows (k, d) that lies in the span of an orthonormal basis (r, d)."""
+    total = float(rows.square().sum())
+    return min(float((rows @ basis.to(rows).mT).square().sum()) / total, 1.0) if total > 0 else 0.0

@@ -37,11 +37,13 @@ class Codelength:
 
     Args:
         bits: Online codelength.
-        uniform_bits: Codelength without activations: n · log₂(number of classes).
-        compression: uniform_bits / bits.
+        uniform_bits: Codelength by an even distribution: n · log₂(number of classes).
+        compression: uniform_bits / bits; compare it with ``floor``, not with 1.
         ends: Number of labels sent at the end of each block.
         block_bits: Bits of each block; the first is sent uniformly.
         n_classes: Number of classes.
+        label_bits: Codelength by the labels' own frequencies, without activations: n · H(y). Features that know nothing
+            cost about as much.
     """
 
     bits: float
@@ -50,6 +52,12 @@ class Codelength:
     ends: tuple[int, ...]
     block_bits: tuple[float, ...]
     n_classes: int
+    label_bits: float
+
+    @property
+    def floor(self) -> float:
+        """The compression that the labels' frequencies alone give, log₂(number of classes) / H(y): 1 for even classes."""
+        return self.uniform_bits / self.label_bits
 
 
 @exact
@@ -80,7 +88,8 @@ def online_codelength(
         tol: Relative gap in the objective at which the solver stops.
 
     Returns:
-        The codelength and its parts, in bits. Random labels cost about n · log₂(number of classes): compression 1.
+        The codelength and its parts, in bits. Labels that the features say nothing of cost about n · H(y), so their
+        compression is ``floor``: 1 for even classes, more for uneven ones.
 
     Raises:
         ShapeError: Labels or groups that don't fit the rows.
@@ -117,7 +126,8 @@ def online_codelength(
     for sent, until in pairwise(ends):
         blocks.append(_bits(x[:sent], y[:sent], x[sent:until], y[sent:until], k, Cs, starts, tol))
     uniform, bits = n * math.log2(k), sum(blocks)
-    return Codelength(bits, uniform, uniform / bits, tuple(ends), tuple(blocks), k)
+    p = y.unique(return_counts=True)[1].double() / n
+    return Codelength(bits, uniform, uniform / bits, tuple(ends), tuple(blocks), k, -n * float((p * p.log2()).sum()))
 
 
 def _order(groups: Tensor | None, n: int, seed: int) -> tuple[Tensor, np.ndarray]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from probelens.errors import InputError, ShapeError
 from probelens.numerics.modes import differentiable, exact
-from probelens.numerics.tensors import tensor_of
+from probelens.numerics.tensors import class_numbers, tensor_of
 from probelens.probing.solvers.factor import as_features
 
 __all__ = ["MLPProbe", "mlp_accuracy"]
@@ -59,15 +59,14 @@ class MLPProbe:
     seed: int = 0
 
     @exact
-    def fit(self, X: Any, y: Any, X_val: Any, y_val: Any, n_classes: int | None = None) -> MLPProbe:
+    def fit(self, X: Any, y: Any, X_val: Any, y_val: Any) -> MLPProbe:
         """Train on some rows and stop early by others.
 
         Args:
             X: Features. (n, d)
-            y: Class ids from 0. (n,)
+            y: Class ids, any integers. (n,)
             X_val: Validation features. (n_val, d)
             y_val: Their class ids. (n_val,)
-            n_classes: Number of classes; None: one more than the largest id.
 
         Returns:
             The probe itself.
@@ -82,7 +81,8 @@ class MLPProbe:
             raise ShapeError(f"X has {x.shape[1]} features and X_val {x_val.shape[1]}; they must agree")
         if len(labels.unique()) < 2:
             raise InputError(f"y has one class only, {int(labels[0])}; a probe needs at least two")
-        self.n_classes_ = n_classes or int(max(labels.max(), labels_val.max())) + 1
+        places, self.classes_ = class_numbers(torch.cat([labels, labels_val]))
+        labels, labels_val = places.split([len(labels), len(labels_val)])
         self.mean_ = x.mean(0)
         self.scale_ = x.std(0, correction=0)
         self.scale_ = torch.where(self.scale_ > 1e-12 * (1 + self.mean_.abs()), self.scale_, 1.0)
@@ -118,7 +118,7 @@ class MLPProbe:
             X: Features. (n, d)
 
         Returns:
-            Logits, float32. (n, n_classes)
+            Logits, float32, a column for each of ``classes_``. (n, class)
 
         Raises:
             ShapeError: Another width than in ``fit``.
@@ -138,7 +138,7 @@ class MLPProbe:
         Returns:
             Class ids. (n,) int64
         """
-        return self.logits(X).argmax(1)
+        return self.classes_[self.logits(X).argmax(1)]
 
     def score(self, X: Any, y: Any) -> float:
         """Accuracy on rows that the probe may not have seen.
@@ -155,14 +155,14 @@ class MLPProbe:
 
     def _initial(self, d: int, rng: torch.Generator) -> list[Tensor]:
         hidden = torch.randn(self.hidden, d, generator=rng) * math.sqrt(2 / d)
-        out = torch.randn(self.n_classes_, self.hidden, generator=rng) * math.sqrt(1 / self.hidden)
-        return [hidden, torch.zeros(self.hidden), out, torch.zeros(self.n_classes_)]
+        k = len(self.classes_)
+        out = torch.randn(k, self.hidden, generator=rng) * math.sqrt(1 / self.hidden)
+        return [hidden, torch.zeros(self.hidden), out, torch.zeros(k)]
 
 
 def mlp_accuracy(train: Rows, val: Rows, test: Rows, *, seed: int = 0) -> float:
     """Test accuracy of an MLP probe; each part has features (n, d) and class ids (n,), ``val`` for early stopping."""
-    classes = int(max(y.max() for _, y in (train, val, test))) + 1
-    return MLPProbe(seed=seed).fit(*train, *val, n_classes=classes).score(*test)
+    return MLPProbe(seed=seed).fit(*train, *val).score(*test)
 
 
 def _forward(x: Tensor, weights: list[Tensor]) -> Tensor:

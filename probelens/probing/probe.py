@@ -76,8 +76,7 @@ def probe(
 
     Returns:
         Accuracies on the test sequences with 95 % intervals over their groups, ``share_interval``'s: one of 1 has a lower
-        end below 1. Classes are numbered in ascending order of their ids; ``extra["class_ids"]`` has the ids of labels that
-        aren't numbered 0, 1, ….
+        end below 1. Classes are numbered in ascending order of their ids, which ``classes`` keeps.
 
     Raises:
         ShapeError: Labels, mask or groups that don't fit the activations.
@@ -103,9 +102,7 @@ def probe(
         raise InputError(f"max_rows must be at least 2, got {max_rows}")
     if control_task and data.tokens is None:
         raise InputError("control_task=True needs tokens (n, pos): the control labels are a hash of the last ones")
-    out = ProbeResult([], {}, {}, {}, {}, {}, {})
-    if data.ids:
-        out.extra["class_ids"] = {label: ids.tolist() for label, ids in data.ids.items()}
+    out = ProbeResult([], {}, {}, {}, {}, {}, {}, classes=dict(data.ids))
     with progress_bar(len(seeds) * len(data.tensors), "probes", progress) as bar:
         for s in seeds:
             split = split_by_group(data.groups, splits, s)

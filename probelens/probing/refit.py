@@ -66,8 +66,8 @@ def position_probes(x: Tensor, labels: Tensor, mask: Tensor, split: Split) -> Po
         >>> position_probes(x, y, torch.ones(60, 4, dtype=torch.bool), split).accuracy
         1.0
     """
-    k = int(labels[mask].max()) + 1
-    truth, keep = labels[split.test], mask[split.test]
+    labels, known = class_numbers(labels, mask)
+    k, truth, keep = len(known), labels[split.test], mask[split.test]
     common = _common(labels, mask, split, k)
     guesses = common.expand(len(_ALPHAS), *truth.shape).clone()
     right = torch.zeros(len(_ALPHAS))
@@ -98,8 +98,8 @@ def guess_accuracy(labels: Tensor, mask: Tensor, split: Split) -> tuple[float, f
         >>> guess_accuracy(y, torch.ones(10, 3, dtype=torch.bool), split_by_group(torch.arange(10)))[1]
         1.0
     """
-    truth, keep = labels[split.test], mask[split.test]
-    k = int(labels[mask].max()) + 1
+    labels, known = class_numbers(labels, mask)
+    k, truth, keep = len(known), labels[split.test], mask[split.test]
     most = torch.bincount(truth[keep]).max().item() / int(keep.sum())
     return most, share((_common(labels, mask, split, k) == truth)[keep])
 

@@ -13,7 +13,7 @@ from probelens.errors import InputError, UnknownHookError, nearest
 from probelens.probing.directions import Directions
 from probelens.results.columns import Column
 from probelens.results.rows import Rows
-from probelens.results.sentences import between, count, fixed, hundredths, listed, percent, place, points, valued
+from probelens.results.sentences import between, count, fixed, hundredths, listed, percent, place, points, small, valued
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -26,6 +26,7 @@ _BASELINES = {
     "untrained": "untrained model",
 }  # fmt: skip
 
+_LITTLE = 0.01  # a share of the variance below which a direction carries almost none
 LOCATED = ("pattern", "class_means", "leace_left", "leace_right")
 TASK, CONTROL, UNTRAINED = "task", "control_task", "untrained"
 
@@ -51,6 +52,7 @@ class ProbeResult(Rows):
         extra: What the caller wants to keep with the result; saved and loaded with it.
         located: Where each label lies, beside the probe's rows: "pattern", "class_means", "leace_left" and
             "leace_right" under the row's key; see ``Directions``. (k, d)
+        classes: The class ids of each label, ascending: one per row of ``coefs`` and entry of ``by_class``. (class,)
     """
 
     columns = (
@@ -85,8 +87,44 @@ class ProbeResult(Rows):
         Column("selectivity", float, "Score − the control task's.", "fraction of 1", "task rows, with control_task"),
         Column("embedding", float, "Score at layer −1.", "fraction of 1", "task rows, with the embedding probed"),
         Column("codelength", float, "Online codelength of the labels.", "bits", _MDL),
-        Column("uniform_codelength", float, "Codelength without a model.", "bits", _MDL),
-        Column("compression", float, "uniform_codelength/codelength.", "", _MDL),
+        Column("uniform_codelength", float, "Codelength by an even distribution over the classes.", "bits", _MDL),
+        Column("label_codelength", float, "Codelength by the label's own frequencies, n · H(y).", "bits", _MDL),
+        Column("compression", float, "uniform_codelength/codelength; to be compared with compression_floor.", "", _MDL),
+        Column(
+            "compression_floor",
+            float,
+            "uniform_codelength/label_codelength: what the label's frequencies alone give, 1 for even classes.",
+            "",
+            _MDL,
+        ),
+        Column(
+            "filter_variance",
+            float,
+            "Share of the activations' variance in the span of the probe's rows, on the training rows.",
+            "fraction of 1",
+            "task rows",
+        ),
+        Column(
+            "filter_between_variance",
+            float,
+            "Share of the between-class variance in that span.",
+            "fraction of 1",
+            "task rows",
+        ),
+        Column(
+            "class_means_variance",
+            float,
+            "Share of the activations' variance in the span of the class means.",
+            "fraction of 1",
+            "task rows",
+        ),
+        Column(
+            "class_means_between_variance",
+            float,
+            "Share of the between-class variance in that span: all of it.",
+            "fraction of 1",
+            "task rows",
+        ),
     )
 
     rows: list[dict[str, Any]]
@@ -98,6 +136,7 @@ class ProbeResult(Rows):
     by_class: dict[str, Tensor]
     extra: dict[str, Any] = field(default_factory=dict)
     located: dict[str, Tensor] = field(default_factory=dict)
+    classes: dict[str, Tensor] = field(default_factory=dict)
 
     def directions(self, site: str, label: str | None = None, seed: int | None = None) -> Directions:
         """Where a label lies in the activations of a site: filter, pattern, class means and LEACE.
@@ -299,9 +338,14 @@ class ProbeResult(Rows):
                 lines.append(f"  {far} the best baseline. Baseline{'s' if len(named) > 1 else ''}: {said}.")
             more = [f"selectivity {gap(row['selectivity'])}"] if "selectivity" in row else []
             if "compression" in row:
-                more.append(f"compression {valued(row['compression'])}")
+                more.append(_compressed(row))
             if more:
                 lines.append(f"  {listed(more).capitalize()}.")
+            if row["lo"] > max(named.values(), default=0) and _hardly_any(row):
+                lines.append(
+                    f"  The probe's rows carry {small(row['filter_variance'])} of the variance, the class means "
+                    f"{small(row['class_means_variance'])}: directions to read with, not where the label lies."
+                )
         return lines
 
     def plot(self, title: str | None = None, label: str | None = None) -> go.Figure:
@@ -334,3 +378,19 @@ class ProbeResult(Rows):
         rows = [{**row, "control": TASK, "kind": "regression"} for row in fields["rows"]]
         kept = {part: {f"{k}|{TASK}": t[None] for k, t in fields[part].items()} for part in ("coefs", "intercepts")}
         return {"rows": rows, **kept, "means": {}, "by_sequence": {}, "by_position": {}, "by_class": {}}
+
+
+def _compressed(row: Mapping[str, Any]) -> str:
+    """The compression of a row beside what the label's frequencies alone give."""
+    said, floor = f"compression {valued(row['compression'])}", row.get("compression_floor")
+    if floor is None:
+        return said
+    beyond = f"{row['compression'] / floor:.2f} times" if row["compression"] > floor else "no more than"
+    return f"{said}, {beyond} the {valued(floor)} that the label's frequencies alone give"
+
+
+def _hardly_any(row: Mapping[str, Any]) -> bool:
+    """Whether the probe's rows carry almost no variance, where the class means carry more."""
+    if "filter_variance" not in row:
+        return False
+    return bool(row["filter_variance"] < min(_LITTLE, row["class_means_variance"] / 10))

@@ -38,7 +38,7 @@ class Recorder:
             row = self._row(site, label, TASK, fitted, label, y)
             coef, intercept = fitted.fits[label].softmax()
             self.out.coefs[key(row)], self.out.intercepts[key(row)] = coef.float(), intercept.float()
-            self._keep(key(row), fitted.directions(label))
+            self._keep(row, fitted.directions(label))
             row.update(self.beside.get(label, {}))
             if base is not None:
                 row["untrained"] = self._row(site, label, UNTRAINED, base, label, y)["accuracy"]
@@ -46,9 +46,11 @@ class Recorder:
                 control = self._row(site, label, CONTROL, fitted, f"{CONTROL}|{label}", self.controls[label])
                 row["selectivity"] = row["accuracy"] - control["accuracy"]
 
-    def _keep(self, name: str, found: Directions) -> None:
+    def _keep(self, row: dict[str, Any], found: Directions) -> None:
         for definition in LOCATED:
-            self.out.located[f"{name}|{definition}"] = getattr(found, definition).float()
+            self.out.located[f"{key(row)}|{definition}"] = getattr(found, definition).float()
+        for definition in ("filter", "class_means"):
+            row[f"{definition}_variance"], row[f"{definition}_between_variance"] = found.carried[definition]
 
     def codelength(self, site: str, x: Tensor, Cs: Sequence[float], tol: float, max_rows: int | None) -> None:
         """Online codelength of each class label at one site, over all sequences, sent whole."""
@@ -56,14 +58,13 @@ class Recorder:
         groups = self.data.groups[:, None].expand(rows.shape)[rows]
         features = x[rows].float()
         for label, y in self.data.labels.items():
-            # Both sides know which classes there are, whatever their ids.
-            known = y[self.data.mask].unique()
-            found = online_codelength(
-                features, torch.searchsorted(known, y[rows]), len(known), groups=groups, Cs=Cs, seed=self.seed, tol=tol
-            )
+            # Both sides know which classes there are.
+            k = len(self.data.ids[label])
+            found = online_codelength(features, y[rows], k, groups=groups, Cs=Cs, seed=self.seed, tol=tol)
             self.out.row(site, label, self.seed).update(
-                codelength=found.bits, uniform_codelength=found.uniform_bits, compression=found.compression
-            )
+                codelength=found.bits, uniform_codelength=found.uniform_bits, label_codelength=found.label_bits,
+                compression=found.compression, compression_floor=found.floor,
+            )  # fmt: skip
 
     def numbers(self, site: str, fits: Mapping[str, Mapping[str, ValueFit]]) -> None:
         """Add the rows of every numeric label at one site; ``fits`` has probes by control and label."""
@@ -75,7 +76,7 @@ class Recorder:
                     mine = row
                     self.out.coefs[key(row)] = found[label].coef[None]
                     self.out.intercepts[key(row)] = found[label].intercept[None]
-                    self._keep(key(row), found[label].directions)
+                    self._keep(row, found[label].directions)
                     row.update(self.beside.get(label, {}))
                 elif control == UNTRAINED:
                     mine["untrained"] = row["r2"]

@@ -11,6 +11,11 @@ def percent(value: float | None) -> str:
     return "unknown" if value is None or value != value else f"{100 * value:.1f} %"
 
 
+def small(value: float) -> str:
+    """A share that may be tiny, in per cent, to two digits: "39 %", "0.013 %", "under 0.001 %"."""
+    return "under 0.001 %" if 0 <= value < 1e-5 else f"{float(f'{100 * value:.2g}'):g} %"
+
+
 def points(value: float | None) -> str:
     """A difference of fractions in percentage points: "1 point", "69.3 points"."""
     text = hundredths(value)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
 from probelens.numerics.linalg import covariance_of
-from probelens.numerics.tensors import flat_rows, tensor_of, to_float64
+from probelens.numerics.tensors import class_numbers, flat_rows, tensor_of, to_float64
 from probelens.results.result import Result
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Eraser", "LeaceFitter", "leace"]
 
 _CHUNK = 8192  # rows converted to float64 at once
-_MAX_CLASSES = 20_000  # ids beyond this are token ids or hashes, and their covariance would fill the memory
+_MAX_CLASSES = 20_000  # of more, such as hashes, the covariance would fill the memory
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,8 @@ class LeaceFitter:
 
         Args:
             X: Activations. (..., d)
-            y: Integer class ids (...), which later batches may extend; or numbers to erase, (...) or (..., k).
+            y: Class ids (...), any integers from 0 on, of which later batches may bring new ones; or numbers to erase, (...)
+                or (..., k).
             mask: True for the rows to use. (...)
 
         Returns:
@@ -155,9 +156,12 @@ class LeaceFitter:
         classes = not z.is_floating_point() and z.ndim == 1
         if classes and len(z) and int(z.min()) < 0:
             raise InputError(f"class ids must not be negative, got {int(z.min())}: mask rows without a label")
-        width = int(z.max()) + 1 if classes and len(z) else 0
+        z, ids = class_numbers(z) if classes else (z, None)
+        width = 0 if ids is None else len(ids)
         if width > _MAX_CLASSES:
-            raise InputError(f"class ids go up to {width - 1}: number the classes that occur from 0")
+            raise InputError(
+                f"{width:,} classes occur, and at most {_MAX_CLASSES:,} can be erased. Give coarser labels."
+            )
         for some, label in zip(x.split(_CHUNK), z.split(_CHUNK)) if len(x) else ():
             part, label = to_float64(some), label.to(some.device)
             label = torch.nn.functional.one_hot(label.long(), width) if classes else label
@@ -166,7 +170,7 @@ class LeaceFitter:
                 raise InputError("activations or labels hold NaN or infinity: mask those rows")
             means = part.mean(0), label.mean(0)
             dx, dz = part - means[0], label - means[1]
-            self._merge(len(part), *means, dx.mT @ dx, dx.mT @ dz, dz.mT @ dz, classes)
+            self._merge(len(part), *means, dx.mT @ dx, dx.mT @ dz, dz.mT @ dz, ids)
         return self
 
     def merge(self, other: LeaceFitter) -> LeaceFitter:
@@ -179,30 +183,38 @@ class LeaceFitter:
             The fitter itself.
         """
         if other.n:
-            self._merge(other.n, other.mean, other._mean_z, other._xx, other._xz, other._zz, other._classes)
+            self._merge(other.n, other.mean, other._mean_z, other._xx, other._xz, other._zz, other._ids)
         return self
 
-    def _merge(self, n: int, mean: Tensor, mean_z: Tensor, xx: Tensor, xz: Tensor, zz: Tensor, classes: bool) -> None:
+    def _merge(
+        self, n: int, mean: Tensor, mean_z: Tensor, xx: Tensor, xz: Tensor, zz: Tensor, ids: Tensor | None
+    ) -> None:
         self._eraser = None
         if self.n == 0:
-            self.n, self._classes = n, classes
+            self.n, self._ids = n, ids
             self.mean, self._mean_z, self._xx, self._xz, self._zz = mean, mean_z, xx, xz, zz
             return
         if mean.shape != self.mean.shape:
             raise ShapeError(f"earlier batches had width {len(self.mean)}, this one has {len(mean)}")
-        if classes != self._classes or (not classes and mean_z.shape != self._mean_z.shape):
+        if (ids is None) != (self._ids is None) or (ids is None and mean_z.shape != self._mean_z.shape):
             raise ShapeError("labels of this batch are of another kind or width than those of earlier ones")
-        # A class not seen yet is a column of zeros, and those have no mean and no covariance.
-        k = max(len(mean_z), len(self._mean_z))
-        ours, theirs = ([_pad(t, k) for t in s] for s in ((self._mean_z, self._xz), (mean_z, xz)))
+        if ids is not None and self._ids is not None:
+            # A class not seen yet is a column of zeros, and those have no mean and no covariance.
+            every = torch.cat([self._ids, ids.to(self._ids.device)]).unique()
+            self._mean_z, self._xz = (_placed(t, self._ids, every) for t in (self._mean_z, self._xz))
+            mean_z, xz = (_placed(t, ids, every) for t in (mean_z, xz))
+            self._zz, zz = (
+                _placed(_placed(t, some, every).mT, some, every) for t, some in ((self._zz, self._ids), (zz, ids))
+            )
+            self._ids = every
         total = self.n + n
-        dx, dz = mean - self.mean, theirs[0] - ours[0]
+        dx, dz = mean - self.mean, mean_z - self._mean_z
         weight = self.n * n / total
         self._xx = self._xx + xx + weight * torch.outer(dx, dx)
-        self._xz = ours[1] + theirs[1] + weight * torch.outer(dx, dz)
-        self._zz = _pad(_pad(self._zz, k).mT, k) + _pad(_pad(zz, k).mT, k) + weight * torch.outer(dz, dz)
+        self._xz = self._xz + xz + weight * torch.outer(dx, dz)
+        self._zz = self._zz + zz + weight * torch.outer(dz, dz)
         self.mean = self.mean + dx * (n / total)
-        self._mean_z = ours[0] + dz * (n / total)
+        self._mean_z = self._mean_z + dz * (n / total)
         self.n = total
 
     @property
@@ -213,7 +225,7 @@ class LeaceFitter:
 
     @property
     def cross_covariance(self) -> Tensor:
-        """Σ_xz, divided by n; a column per class. (d, k)"""
+        """Σ_xz, divided by n; a column for each class that occurs, ids ascending. (d, k)"""
         self._need_rows()
         return self._xz / self.n
 
@@ -299,5 +311,8 @@ def _pseudo_inverse(tall: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(r, q.mT, upper=True).mT
 
 
-def _pad(t: Tensor, k: int) -> Tensor:
-    return torch.nn.functional.pad(t, (0, k - t.shape[-1]))
+def _placed(t: Tensor, ids: Tensor, every: Tensor) -> Tensor:
+    """Columns of some classes (..., k) among those of all, zeros elsewhere. (..., all)"""
+    out = t.new_zeros(*t.shape[:-1], len(every))
+    out[..., torch.searchsorted(every, ids.to(every.device)).to(t.device)] = t
+    return out

@@ -44,8 +44,9 @@ def baseline_predictions(
     x_test = Batch(test_tokens).tokens.cpu().numpy()
     if not keep.any():
         raise InputError("no training label counts: the mask is False everywhere. Pass a batch with labels.")
-    y_kept = y[keep]
-    n_classes = int(y_kept.max()) + 1
+    # Classes are counted by their place among those that occur, so ids may be of any size.
+    known, y_kept = np.unique(y[keep], return_inverse=True)
+    n_classes = len(known)
     majority = int(np.bincount(y_kept).argmax())
 
     positions = np.broadcast_to(np.arange(x.shape[1]), x.shape)[keep]
@@ -62,9 +63,9 @@ def baseline_predictions(
         last_w = np.where(guess >= 0, guess, last_w)
 
     return {
-        "majority": np.full(x_test.shape, majority),
-        "position": np.broadcast_to(position, x_test.shape).copy(),
-        "last_w": last_w,
+        "majority": np.full(x_test.shape, known[majority]),
+        "position": np.broadcast_to(known[position], x_test.shape).copy(),
+        "last_w": known[last_w],
     }
 
 
@@ -117,8 +118,8 @@ def baselines(
 
 def _score(guess: np.ndarray, truth: np.ndarray) -> dict[str, float]:
     right = guess == truth
-    total = np.bincount(truth)
-    recall = np.bincount(truth, weights=right)[total > 0] / total[total > 0]
+    _, truth = np.unique(truth, return_inverse=True)
+    recall = np.bincount(truth, weights=right) / np.bincount(truth)
     return {"accuracy": float(right.mean()), "balanced_accuracy": float(recall.mean())}
 
 

@@ -42,6 +42,19 @@ def test_labels_independent_of_the_features_cost_their_entropy() -> None:
     assert code.bits == pytest.approx(20_000 * entropy, rel=0.03)
 
 
+@pytest.mark.parametrize("shares", [[0.5, 0.5], [0.9, 0.1], [0.8] + [0.02] * 10])
+def test_the_compression_of_features_that_know_nothing_is_its_floor(shares: list[float]) -> None:
+    p = torch.tensor(shares) / sum(shares)
+    y = torch.multinomial(p, 8000, True, generator=torch.Generator().manual_seed(0))
+    code = online_codelength(features(8000, 32), y, len(p))
+    entropy = -float((p * p.log2()).sum())
+    assert code.label_bits == pytest.approx(8000 * entropy, rel=0.03)
+    assert code.floor == pytest.approx(math.log2(len(p)) / entropy, rel=0.03)
+    assert 0.95 * code.floor < code.compression < 1.005 * code.floor
+    known = online_codelength(features(8000, 32) + 6 * torch.nn.functional.one_hot(y, 32), y, len(p))
+    assert known.compression > 5 * known.floor
+
+
 def test_a_known_noise_costs_its_conditional_entropy() -> None:
     """Labels drawn from a logistic model: no code can beat their conditional entropy, a good one is near."""
     x = features(20_000, 4)

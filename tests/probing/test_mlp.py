@@ -74,3 +74,16 @@ def test_bad_input_is_named() -> None:
         MLPProbe().fit(x * torch.nan, y, x, y)
     with pytest.raises(InputError, match="integers"):
         MLPProbe().fit(x, y.float(), x, y)
+
+
+def test_classes_may_have_any_ids() -> None:
+    gen = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 6, generator=gen)
+    y = (x[:, 0] > 0).long()
+    parts = [slice(0, 180), slice(180, 240), slice(240, 300)]
+    plain = mlp_accuracy(*((x[p], y[p]) for p in parts))
+    far = mlp_accuracy(*((x[p], y[p] * 10**12 + 7) for p in parts))
+    assert far == plain > 0.9
+    probe = MLPProbe(max_epochs=1).fit(x[:180], y[:180] * 900_000, x[180:], y[180:] * 900_000)
+    assert (probe.classes_.tolist(), probe.logits(x).shape) == ([0, 900_000], (300, 2))
+    assert set(probe.predict(x).tolist()) <= {0, 900_000}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -343,6 +345,66 @@ def test_codelength_does_not_depend_on_how_classes_are_numbered() -> None:
     assert plain["compression"] == pytest.approx(1.0, abs=0.05)
     assert far["compression"] == pytest.approx(plain["compression"])
     assert online_codelength(x.flatten(0, 1), y.flatten() * 9).compression == pytest.approx(1.0, abs=0.05)
+
+
+def test_compression_is_judged_against_the_labels_frequencies() -> None:
+    g = torch.Generator().manual_seed(0)
+    y = (torch.rand(200, 10, generator=g) < 0.1).long()
+    noise = torch.randn(200, 10, 4, generator=g)
+    blind, seeing = (pl.probe({"site": x}, y, mdl=True, n_boot=50) for x in (noise, noise + 9 * y[..., None]))
+    p = float(y.double().mean())
+    entropy = -(p * np.log2(p) + (1 - p) * np.log2(1 - p))
+    for result in (blind, seeing):
+        assert result.rows[0]["label_codelength"] == pytest.approx(2000 * entropy)
+        assert result.rows[0]["compression_floor"] == pytest.approx(1 / entropy)
+    assert 1.8 < blind.rows[0]["compression"] <= blind.rows[0]["compression_floor"]
+    floor = f"{1 / entropy:.3g}"
+    assert f"no more than the {floor} that the label's frequencies alone give" in str(blind)
+    assert f"times the {floor} that the label's" in str(seeing)
+    assert "directions to read with" not in str(blind)  # what reads nothing has no direction to speak of
+
+
+@pytest.mark.parametrize("ids", [(5, 900_000), (0, 2**40), (7, 8)])
+def test_classes_may_have_any_ids(ids: tuple[int, int]) -> None:
+    g = torch.Generator().manual_seed(0)
+    x, tokens = torch.randn(60, 6, 8, generator=g), torch.randint(0, 3, (60, 6), generator=g)
+    y = (x[..., 0] > 0.5).long()
+    mask = torch.rand(60, 6, generator=g) < 0.9
+    options: dict[str, Any] = {"tokens": tokens, "control_task": True, "mdl": True, "n_boot": 20, "mask": mask}
+    plain = pl.probe({"site": x}, y, **options)
+    far = pl.probe({"site": x}, torch.tensor(ids)[y].where(mask, -100), **options)
+    assert far.rows == plain.rows
+    assert (plain.classes["label"].tolist(), far.classes["label"].tolist()) == ([0, 1], list(ids))
+    assert far.coef("site").shape == (2, 8)
+    torch.testing.assert_close(far.coef("site"), plain.coef("site"))
+    assert far.by_class["site|label|0|task"].shape == (2,)
+
+
+def test_rows_say_how_much_variance_the_probes_rows_and_the_class_means_carry() -> None:
+    """A label that lies along a loud axis, and is read off a quiet one that cancels the loud one's noise."""
+    g = torch.Generator().manual_seed(0)
+    y = torch.randint(0, 2, (300, 10), generator=g)
+    noise = 30 * torch.randn(300, 10, generator=g)
+    loud, quiet = noise + 20.0 * y, torch.randn(300, 10, generator=g) * 0.1 + y
+    x = torch.stack([loud, quiet], -1)
+    result = pl.probe({"site": x}, y, Cs=(1e3,))
+    row, split = result.rows[0], split_by_group(torch.arange(300))
+    train, labels = x[split.train].flatten(0, 1).double().numpy(), y[split.train].flatten().numpy()
+    sigma = np.cov(train.T, bias=True)
+    means = np.stack([train[labels == k].mean(0) for k in (0, 1)])
+    spans = {"filter": result.coef("site").double().numpy(), "class_means": means}
+    for name, rows in spans.items():
+        direction = (rows[1] - rows[0]) / np.linalg.norm(rows[1] - rows[0])
+        gap = means[1] - means[0]
+        assert row[f"{name}_variance"] == pytest.approx(direction @ sigma @ direction / np.trace(sigma), rel=1e-3)
+        assert row[f"{name}_between_variance"] == pytest.approx((direction @ gap) ** 2 / (gap @ gap), rel=1e-3)
+    assert row["filter_variance"] < 0.01 < 0.9 < row["class_means_variance"]
+    assert row["class_means_between_variance"] == pytest.approx(1)
+    assert "directions to read with, not where the label lies" in str(result)
+    assert "directions to read with" not in str(pl.probe(*planted()))
+    number = pl.probe({"site": x}, y.double()).rows[0]
+    assert 0 < number["filter_variance"] < 1
+    assert number["class_means_variance"] == pytest.approx(row["class_means_variance"], rel=1e-3)
 
 
 def test_float64_features_with_a_large_offset_keep_their_digits() -> None:

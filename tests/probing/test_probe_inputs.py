@@ -462,3 +462,13 @@ def test_what_stands_in_padding_changes_no_split() -> None:
     same = real_tokens(tokens.where(mask, 0), mask)
     assert torch.equal(same, real_tokens(tokens.where(mask, 1), mask))
     assert not torch.equal(same, real_tokens(tokens.where(mask, 0), mask.logical_not()))
+
+
+def test_refitted_probes_take_classes_of_any_ids() -> None:
+    g = torch.Generator().manual_seed(0)
+    x, groups = torch.randn(60, 5, 6, generator=g), torch.arange(60)
+    y, mask = (x[..., 1] > 0.3).long(), torch.rand(60, 5, generator=g) < 0.9
+    plain, positions = refit_check(x, x * torch.tensor([0.0, 0, 1, 1, 1, 1]), y, mask, groups)
+    far, same = refit_check(x, x * torch.tensor([0.0, 0, 1, 1, 1, 1]), (y * 900_000).where(mask, -1), mask, groups)
+    assert far == plain
+    assert torch.equal(positions.nan_to_num(), same.nan_to_num())

@@ -16,7 +16,7 @@ import probelens as pl
 from probelens.hooks.verify import VerifyReport
 from probelens.models.evaluation import EvalResult
 from probelens.numerics.stats import ratio_of_means
-from probelens.probing.intervals import r2_interval, share_interval
+from probelens.probing.intervals import accuracy_interval, r2_interval
 from probelens.results.columns import Column
 from probelens.results.result import Result
 from probelens.results.rows import Rows
@@ -447,13 +447,11 @@ def test_a_profile_speaks_of_late_positions_only_where_there_are_some() -> None:
 def test_intervals_of_shares_and_of_r2_stay_in_their_range_and_others_are_as_they_were() -> None:
     keep, groups = torch.ones(4, 6, dtype=torch.bool), torch.arange(4)
     right = torch.tensor([[1] * 6, [1] * 6, [1] * 6, [0] * 6]).bool()
-    assert share_interval(right, keep, groups, 200, 0)[1] == 1
-    half = torch.arange(240).view(40, 6) % 2 == 0
-    half[:20, 1:3] = True
-    found = ratio_of_means(half.double().sum(1)[None], torch.full((1, 40), 6.0), n_draws=200, seed=0)
-    assert share_interval(half, torch.ones(40, 6) > 0, torch.arange(40), 200, 0) == (
-        float(found.low),
-        float(found.high),
+    assert 0 < accuracy_interval(right, keep, groups)[0] < 0.75 < accuracy_interval(right, keep, groups)[1] < 1
+    half = torch.rand(40, 6, generator=torch.Generator().manual_seed(0)) < torch.linspace(0.2, 1, 40)[:, None]
+    found = ratio_of_means(half.double().sum(1)[None], torch.full((1, 40), 6.0), n_draws=2000, seed=0)
+    assert accuracy_interval(half, torch.ones(40, 6) > 0, torch.arange(40)) == pytest.approx(
+        (float(found.low), float(found.high)), abs=0.015
     )
     truth = torch.arange(24).double() % 5
     guess = truth + (torch.arange(24) < 6) * 2.0

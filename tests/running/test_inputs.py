@@ -104,7 +104,7 @@ def test_positions_of_pictures_are_those_of_the_activations() -> None:
     found = pl.probe(at_cls, {"kind": kinds}, n_boot=20)
     assert found.rows[0]["n_test"] == 60, "300 different pictures, one position of each"
     assert found.rows[0]["n_classes"] == 2
-    assert found.extra["class_ids"] == {"kind": [7, 4007]}
+    assert found.classes["kind"].tolist() == [7, 4007]
     patch = pl.collect(model, pictures, "blocks.0.hook_resid_pre", pos=[1, 4])
     accuracy = pl.probe(patch, {"kind": kinds}, n_boot=20).by_position["blocks.0.hook_resid_pre|kind|0|task"]
     assert accuracy[0] > 0.75 > 0.65 > accuracy[1], "read in its own patch, not in another"

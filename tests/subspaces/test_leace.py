@@ -276,7 +276,7 @@ def test_save_and_load(tmp_path):
         (InputError, "constant", lambda x, y: leace(x, torch.full((len(x),), 0.1))),
         (InputError, "NaN", lambda x, y: leace(x.masked_fill(x > 30, torch.nan), y)),
         (InputError, "negative", lambda x, y: leace(x, y - 1)),
-        (InputError, "from 0", lambda x, y: leace(x, y + 10**9)),
+        (InputError, "classes occur", lambda x, y: leace(torch.randn(20_001, 2), torch.arange(20_001))),
         (InputError, "call update", lambda x, y: LeaceFitter().eraser),
         (InputError, "call update", lambda x, y: leace(x, y, torch.zeros(len(y), dtype=torch.bool))),
         (ShapeError, "labels", lambda x, y: leace(x, y[1:])),
@@ -289,3 +289,19 @@ def test_save_and_load(tmp_path):
 def test_errors_say_what_is_wrong(error, words, call):
     with pytest.raises(error, match=words):
         call(*planted())
+
+
+def test_classes_may_have_any_ids_also_where_later_batches_bring_new_ones():
+    gen = torch.Generator().manual_seed(0)
+    y = torch.randint(0, 4, (400,), generator=gen)
+    x = torch.randn(400, 6, generator=gen) + torch.eye(4, 6)[y]
+    ids = torch.tensor([5, 70, 900_000, 10**12])[y]
+    plain, far = leace(x, y), leace(x, ids)
+    torch.testing.assert_close(far(x), plain(x))
+    parts = LeaceFitter()
+    for some in (y > 1, y % 2 == 0, y == 1):  # the first batch lacks the smallest ids
+        parts.update(x[some], ids[some])
+    whole = LeaceFitter().update(x[y > 1], y[y > 1]).update(x[y % 2 == 0], y[y % 2 == 0]).update(x[y == 1], y[y == 1])
+    assert parts.cross_covariance.shape == (6, 4)
+    torch.testing.assert_close(parts.cross_covariance, whole.cross_covariance)
+    torch.testing.assert_close(parts.eraser(x), whole.eraser(x))

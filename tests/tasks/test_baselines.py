@@ -114,3 +114,13 @@ def test_bad_input_is_refused(change: dict[str, object], error: type[Exception],
     assert baselines(**good)["majority"]["accuracy"] == 1.0  # type: ignore[arg-type]
     with pytest.raises(error, match=text):
         baselines(**{**good, **change})  # type: ignore[arg-type]
+
+
+def test_guesses_take_classes_of_any_ids():
+    tokens = torch.randint(0, 3, (40, 9), generator=torch.Generator().manual_seed(0))
+    labels, parts = tokens.cumsum(1) % 3, (slice(0, 30), slice(30, 40))
+    far = torch.tensor([5, 900_000, 2**40])[labels]
+    plain, found = (baselines(*(t for p in parts for t in (tokens[p], y[p]))) for y in (labels, far))
+    assert found == plain
+    guesses = baseline_predictions(tokens[:30], far[:30], tokens[30:])
+    assert set(guesses["last_w"].flatten().tolist()) <= {5, 900_000, 2**40}

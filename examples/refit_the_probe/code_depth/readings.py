@@ -11,6 +11,7 @@ from torch import Tensor
 
 import probelens as pl
 from probelens.numerics.indices import READABLE, STATISTICS, profile_statistics, verdict
+from probelens.numerics.tensors import class_numbers
 from probelens.probing.splits import split_by_group
 from probelens.running.collect import Activations
 from probelens.tasks.data import Batch
@@ -40,8 +41,10 @@ class Readings:
     def of(cls, found: pl.ProbeResult, acts: Activations, batch: Batch, label: str, seed: int) -> Readings:
         """Score the probes again on their test sequences, corrected for the frequency of the classes."""
         split = split_by_group(batch.groups, seed=seed)
+        places, known = class_numbers(batch.labels[label], batch.mask)
+        batch = dataclasses.replace(batch, labels={label: places})
         train, test = batch[split.train], batch[split.test]
-        counts = torch.bincount(train.labels[label][train.mask], minlength=found.coef(found.sites[0], label).shape[0])
+        counts = torch.bincount(train.labels[label][train.mask], minlength=len(known))
         prior = (counts / counts.sum()).log()
         hits = []
         for site in found.sites:
@@ -55,7 +58,7 @@ class Readings:
             right, asked = recalls(guess(train, test, label, w, len(prior)), test, label, len(prior))
             guesses[name] = float((right.sum(0) / asked.sum(0))[kept].mean())
         drawn = resampled(torch.stack(hits)[..., kept], asked[:, kept], seed)
-        return cls(balanced, drawn, guesses, tuple(kept.nonzero().flatten().tolist()))
+        return cls(balanced, drawn, guesses, tuple(known[kept].tolist()))
 
 
 def guess(train: Batch, test: Batch, label: str, w: int, n_classes: int) -> Tensor:

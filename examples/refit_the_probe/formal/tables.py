@@ -66,12 +66,16 @@ def controls_table(rows: pd.DataFrame) -> str:
         "| model, label | majority | position | last 4 tokens | selectivity at embedding, blocks 0 to 3 | compression |",
         "|---|---|---|---|---|---|",
     ]
+    floors = "compression_floor" in found  # rows of earlier runs have none
+    lines[0] = lines[0].replace("compression", "compression (floor)") if floors else lines[0]
     for (model, task, label), part in found.groupby(["model", "task", "label"], sort=False):
         if label not in LABELS[str(task)]:
             continue
         one = part.groupby("layer")[["majority", "position", "last_w", "selectivity", "compression"]].mean()
         guesses = " | ".join(f"{one[name].mean():.2f}" for name in ("majority", "position", "last_w"))
         bits = " ".join(f"{v:.1f}" for v in one["compression"])
+        if floors:
+            bits += f" ({part['compression_floor'].mean():.1f})"
         lines.append(
             f"| {model} {part['cell'].iloc[0]} | {guesses} | {' '.join(f'{v:.2f}' for v in one['selectivity'])} | {bits} |"
         )

@@ -111,7 +111,8 @@ TERMS: dict[str, tuple[str, str]] = {
     "mdl": (
         "Description length",
         "The number of bits needed to send the labels with a probe that learns as it goes (online "
-        "coding), and the compression against sending them with no probe. Where accuracies are all near "
+        "coding), and the compression against sending them with no probe. A compression is to be compared with its floor, "
+        "what the frequencies of the labels alone give. Where accuracies are all near "
         "100 %, bits still tell how easily the label is read.",
     ),
     "profile": (
