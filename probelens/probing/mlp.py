@@ -34,6 +34,7 @@ class MLPProbe:
         max_epochs: Most passes over the training rows.
         patience: Epochs without a lower validation loss after which training stops.
         weight_decay: Decoupled weight decay.
+        enough: Validation loss in nats at which training stops early; by default it goes on as long as it falls.
         seed: Of the initial weights and the order of the rows.
 
     Attributes:
@@ -56,6 +57,7 @@ class MLPProbe:
     max_epochs: int = 60
     patience: int = 5
     weight_decay: float = 1e-3
+    enough: float = -math.inf
     seed: int = 0
 
     @exact
@@ -106,6 +108,8 @@ class MLPProbe:
                 if now < best - 1e-4:
                     best, kept, waited = now, [w.detach().clone() for w in weights], 0
                 elif (waited := waited + 1) >= self.patience:
+                    break
+                if best <= self.enough:
                     break
         self.weights_, self.val_loss_ = kept, best
         return self

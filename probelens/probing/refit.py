@@ -19,6 +19,7 @@ from probelens.numerics.tensors import class_numbers, tensor_of
 from probelens.probing.fitting import Fitted, by_position, share
 from probelens.probing.intervals import by_group
 from probelens.probing.mlp import mlp_accuracy
+from probelens.probing.power import residue_power
 from probelens.probing.solvers.logistic import DEFAULT_CS
 from probelens.probing.splits import FRACTIONS, Split, split_by_group
 
@@ -230,8 +231,10 @@ def refit_check(
 ) -> tuple[dict[str, Any], Tensor]:
     """All probes that an ablation is tested with, trained and tested on ablated activations.
 
-    A variable that no probe reads after the ablation may never have been there. So where no linear probe read it before
-    either, the other probes are fitted on the untouched activations too.
+    A variable that no probe reads after the ablation may still be there, in a code that takes more sequences to learn. So
+    a residue is planted into the ablated activations, and ``powered`` says whether the probes read that one. Or the
+    variable was never there. So where no linear probe read it before either, the other probes are fitted on the untouched
+    activations too.
 
     Args:
         Those of ``refit_accuracy``.
@@ -242,7 +245,9 @@ def refit_check(
         What ``refit_accuracy`` returns, with refit_position_accuracy (one probe per position), majority,
         position_baseline (best guess from the position alone), baseline (the larger of the two), readable_before and
         readable_after (whether any probe reads the label), probe_position_accuracy and probe_mlp_accuracy (before; None
-        where others answered that already). (pos,)
+        where others answered that already); and where no probe reads the label after, whether these probes read a
+        residue planted there (powered), how well (residue_accuracy), and with how many sequences they would (n_needed,
+        None where no sample tried is enough); see ``residue_power``. (pos,)
 
     Source:
         The refitted probe: arXiv 2606.00926 v2; the MLP: Ravfogel et al. 2020, arXiv 2004.07667, section 5.
@@ -257,6 +262,10 @@ def refit_check(
     bar = row["baseline"] + chance_margin(row["baseline"], margin)
     after = [row["refit_accuracy"], row["refit_mlp_accuracy"], row["refit_position_accuracy"]]
     row["readable_after"] = any(found is not None and found > bar for found in after)
+    row.update(powered=None, residue_accuracy=None, n_needed=None)
+    if not row["readable_after"]:
+        power = residue_power(ablated, labels, mask, split, bar, mlp=mlp, seed=seed)
+        row.update(powered=power.powered, residue_accuracy=power.accuracy, n_needed=power.n_needed)
     # An ablation adds no information, so what is read after it was readable before.
     row["readable_before"] = row["readable_after"] or row["probe_accuracy"] > bar
     row.update(probe_position_accuracy=None, probe_mlp_accuracy=None)
