@@ -6,10 +6,12 @@ with the embedding, ℓ = −1, and goes on with blocks 0 to n − 1.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
@@ -38,7 +40,8 @@ class ProfileIndices(Result):
     Args:
         verdict: "late", "immediate", "gradual", "undetermined" or "not learned".
         reason: The bounds that decided, in words.
-        statistics: Intervals of ``STATISTICS`` in that order; None when not learned.
+        statistics: Intervals of ``STATISTICS`` in that order, within 0 and 1 (``l95``: −1 and the last block); None when
+            not learned.
         accuracy: Mean over the learned seeds, or over all when none learned. (layer + 1,)
         readability: Running maximum R of the scaled accuracy, the same mean. (layer + 1,)
         baseline: Baseline of each seed. (seed,)
@@ -199,8 +202,11 @@ def profile_indices(
             f"has the variable readable at the last block (R {_span(ends)}, needed {READABLE})"
         )
         return ProfileIndices(verdict="not learned", reason=reason, statistics=None, **shared)
-    found = hierarchical_bootstrap(
-        [scaled[i] for i in kept], statistic=_statistics, n_draws=n_draws, level=level, seed=seed
+    found = _within(
+        hierarchical_bootstrap(
+            [scaled[i] for i in kept], statistic=_statistics, n_draws=n_draws, level=level, seed=seed
+        ),
+        scaled[0].shape[-1] - 1,
     )
     word, reason = _words(found.low.numpy(), found.high.numpy())
     if len(kept) < len(rows):
@@ -304,8 +310,22 @@ def _statistics(scaled: Array) -> Array:
         com = (p * np.arange(n)).sum(axis=-1) / (n - 1)
         concentration = (n * (p**2).sum(axis=-1) - 1) / (n - 1)
         early = top[..., -(-n // 4)] / last  # column 0 is ℓ = −1, so ℓ = ⌈n/4⌉ − 1 is column ⌈n/4⌉
+    # Rounding may leave a share outside by its last digit.
+    com, concentration, early = (np.clip(share, 0.0, 1.0) for share in (com, concentration, early))
     l95 = np.where(last > 0, np.argmax(top >= 0.95 * last[..., None], axis=-1) - 1.0, np.nan)
     return np.stack([com, concentration, p[..., -1], early, l95], axis=-1)
+
+
+def _within(found: Interval, n_blocks: int) -> Interval:
+    """Intervals without what no profile can have: shares beyond 0 and 1, layers beyond the last block.
+
+    Student's width takes them there where few seeds differ; cutting it off leaves out no possible value.
+    """
+    low, high = torch.zeros(len(STATISTICS)), torch.ones(len(STATISTICS))
+    low[-1], high[-1] = -1, n_blocks - 1
+    low, high = low.to(found.low), high.to(found.low)
+    ends = {name: getattr(found, name).clamp(low, high) for name in ("low", "high", "draws")}
+    return dataclasses.replace(found, **ends)
 
 
 def _words(low: Array, high: Array | None = None) -> tuple[str, str]:

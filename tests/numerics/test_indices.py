@@ -15,6 +15,7 @@ from probelens.numerics.indices import (
     reversal,
     verdict,
 )
+from probelens.numerics.stats import hierarchical_bootstrap
 
 N = 8
 STEP_LAST = [0.5] * N + [1.0]
@@ -175,3 +176,20 @@ def test_result_round_trips_also_without_a_profile(tmp_path):
         assert (back.statistics is None) == (found.statistics is None)
         assert (back.to_dataframe()["verdict"] == found.verdict).all()
         assert len(found.plot().data) == 2
+
+
+def test_shares_and_their_intervals_stay_between_zero_and_one() -> None:
+    """Four seeds that jump at the last block or shortly before: Student's interval of their final share leaves 1."""
+    late, early = [0.5, 0.5, 0.5, 0.5, 1.0], [0.5, 0.5, 0.5, 0.75, 1.0]
+    soon, sooner = [0.5, 1.0, 1.0, 1.0, 1.0], [0.5, 0.9, 1.0, 1.0, 1.0]
+    unlike = [0.98, 0.98, 0.98, 0.98, 1.0]
+    for profiles in ([late, early, late, late], [soon, sooner, soon], [late, soon], [unlike, soon, late]):
+        found = profile_indices([[p] * 8 for p in profiles], baseline=0.5).statistics
+        assert found is not None
+        low, high = torch.zeros(5), torch.ones(5)
+        low[4], high[4] = -1, 3
+        for ends in (found.low, found.high, found.draws):
+            assert bool(((ends >= low) & (ends <= high)).all()), profiles
+    # The control: the same seeds' final share with nothing cut off.
+    shares = [[float(profile_statistics(p, 0.5)["final_share"])] for p in (late, early, late, late)]
+    assert float(hierarchical_bootstrap(shares).high) > 1
