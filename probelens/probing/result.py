@@ -351,6 +351,9 @@ class ProbeResult(Rows):
     def plot(self, title: str | None = None, label: str | None = None) -> go.Figure:
         """Accuracy by layer with intervals, baselines and the untrained model; one panel per label.
 
+        Several seeds are drawn as their mean with a band; see ``layer_profile``. Sites whose layer isn't known are drawn in
+        the order given.
+
         Args:
             title: Shown above the figure.
             label: This label alone, R² if it is a number. None: all classes, or where there are none all numbers.
@@ -361,14 +364,22 @@ class ProbeResult(Rows):
         from probelens.results import plots
 
         table = self.to_dataframe()
-        table = table[(table["control"] == TASK) & (table["seed"] == self.seeds[0])]
+        table = table[table["control"] == TASK]
         if label is not None:
             table = table[table["label"] == self._label(label)]
         classes = table["kind"] == "classification"
         scale: dict[str, Any] = {} if classes.any() else {"y": "r2", "y_label": "R²", "percent": False}
         table = table[classes] if classes.any() else table
         facet = "label" if table["label"].nunique() > 1 else None
-        return plots.layer_profile(table, facet=facet, title=title, **scale)
+        unknown = table["layer"].isna().any()
+        if unknown:
+            table = table.assign(layer=[self.sites.index(site) for site in table["site"]])
+        figure = plots.layer_profile(table, facet=facet, title=title, **scale)
+        if unknown:
+            named = [plots.style.escape(site) for site in self.sites]
+            figure.update_xaxes(tickmode="array", tickvals=list(range(len(named))), ticktext=named)
+            figure.update_xaxes(selector={"title.text": plots.lines.BY_LAYER}, title_text="site")
+        return figure
 
     @classmethod
     def _read_former(cls, name: str, fields: dict[str, Any]) -> dict[str, Any] | None:

@@ -545,3 +545,38 @@ def test_importing_plots_loads_neither_plotly_nor_pandas() -> None:
     code = "import sys; from probelens.results import plots, report; print({'plotly', 'pandas'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_several_seeds_are_drawn_as_their_mean_with_a_band() -> None:
+    gen = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 5, 8, generator=gen)
+    y = (x[..., 2] + 1.5 * torch.randn(60, 5, generator=gen) > 0).long()
+    names = ["blocks.0.hook_resid_post", "blocks.1.hook_resid_post"]
+    tensors = dict(zip(names, (x, x + torch.randn(x.shape, generator=gen)), strict=True))
+    acts = pl.Activations(tensors, {names[0]: 0, names[1]: 1})
+    result = pl.probe(acts, y, seeds=range(3))
+    table = result.to_dataframe()
+    means = [table[table["layer"] == layer]["accuracy"].mean() for layer in (0, 1)]
+    line = next(t for t in result.plot().data if t.name == "probe accuracy")
+    assert list(line.y) == pytest.approx(means)
+    first = table[table["seed"] == 0]["accuracy"].to_numpy()
+    assert np.abs(np.array(line.y) - first).max() > 1e-3  # the first seed alone is drawn otherwise
+    band = next(t for t in result.plot().data if t.fill == "toself")
+    assert max(band.y) <= 1
+    assert min(band.y) < min(means) < max(means) < max(band.y)
+    # Seeds far apart: Student's interval of their mean, from the numbers alone.
+    rows = [{"layer": 0, "seed": s, "accuracy": a, "majority": 0.25} for s, a in enumerate((0.5, 0.6, 0.7))]
+    figure = plots.layer_profile(rows)
+    half = 4.302653 * 0.1 / 3**0.5
+    assert sorted(set(next(t for t in figure.data if t.fill == "toself").y)) == pytest.approx([0.6 - half, 0.6 + half])
+    assert figure.layout.meta["rows"][0]["seed"] == "mean of 3"
+    with pytest.raises(InputError, match="share a point"):
+        plots.layer_profile([{**row, "seed": 0} for row in rows])
+
+
+def test_sites_of_no_known_layer_are_drawn_in_the_order_given() -> None:
+    gen = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 5, 8, generator=gen)
+    figure = pl.probe({"late": x, "<b>early</b>": x + 1}, (x[..., 2] > 0).long()).plot()
+    assert list(figure.layout.xaxis.ticktext) == ["late", "&lt;b&gt;early&lt;/b&gt;"]
+    assert figure.layout.xaxis.title.text == "site"

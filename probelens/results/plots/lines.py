@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from probelens.results.plots.style import Rows
 
+BY_LAYER = "layer (residual stream after block)"
 BASELINES = {
     "majority": "majority class",
     "position": "position only",
@@ -48,6 +49,8 @@ def layer_profile(
               ``embedding`` and ``untrained`` that are there, in the unit of ``y``: one grey dashed line where it is
               the same for every row of a panel, otherwise a dashed line for each series, in its colour.
             * ``color``, ``facet`` (optional): names.
+            * ``seed`` (optional): rows of one point that differ in it are drawn as their mean, with Student's interval
+              over seeds as the band, or the mean of their own intervals where that is wider.
         y: Name of the value column.
         color: Column that separates the lines, for example ``"model"``. None: one line.
         facet: Column that separates the panels, for example ``"label"``. None: one panel.
@@ -74,7 +77,7 @@ def layer_profile(
     fig, panels = _lines(data, "layer_profile", columns, y_label, percent, title)
     rows = style.frame(data, ["layer"], "layer_profile")
     fig.update_xaxes(**style.layer_ticks(style.layer_names(rows, "layer", "layer_profile")))
-    fig.update_xaxes(title_text="layer (residual stream after block)", row=panels)
+    fig.update_xaxes(title_text=BY_LAYER, row=panels)
     return fig
 
 
@@ -92,7 +95,7 @@ def length_curve(
 
     Args:
         data: One row per (facet, colour, length): ``length`` an int in tokens, ``y``, ``lo``, ``hi``, baselines,
-            ``color`` and ``facet`` as in ``layer_profile``.
+            ``color``, ``facet`` and ``seed`` as in ``layer_profile``.
         y, color, facet, y_label, title: As for ``layer_profile``.
         train_length: Length the models were trained at, in tokens; a dotted vertical line.
 
@@ -199,8 +202,11 @@ def _lines(data: Rows, who: str, c: _Columns, y_label: str, percent: bool, title
     """The figure and how many panels it has."""
     keys = [name for name in (c.facet, c.color, c.x) if name]
     df = style.frame(data, [*keys, c.y, *(c.baselines or {})], who)
-    style.unique(df, keys, who, "Average over seeds first, or separate them with color= or facet=.")
     known = {k: v for k, v in BASELINES.items() if k in df.columns} if c.baselines is None else c.baselines
+    df = _over_seeds(df, keys, c.y, list(known), who, percent)
+    style.unique(
+        df, keys, who, "Average over seeds first (a column 'seed' does it), or separate them with color= or facet=."
+    )
     facets = style.groups(df, c.facet)
     order = [name for name, _ in style.groups(df, c.color)]
     heights = [300 if len(facets) == 1 else 230] * len(facets)
@@ -226,7 +232,45 @@ def _lines(data: Rows, who: str, c: _Columns, y_label: str, percent: bool, title
         if percent:
             fig.update_yaxes(tickformat=".0%", range=[0, 1.03], row=row)
     alt = f"Line chart of {y_label} by {c.x}. " + " ".join(said)
-    return style.finish(fig, alt, df, [c.facet, c.color, c.x, "site", c.y, "lo", "hi", *known]), len(facets)
+    return style.finish(fig, alt, df, [c.facet, c.color, c.x, "site", "seed", c.y, "lo", "hi", *known]), len(facets)
+
+
+def _over_seeds(
+    df: pd.DataFrame, keys: list[str], y: str, baselines: list[str], who: str, percent: bool
+) -> pd.DataFrame:
+    """One row for each point: where its rows differ in their seed, their mean, and an interval of it as the band.
+
+    The band is Student's over the seeds, or the mean of the seeds' own intervals where that is wider: splits of the same
+    sequences, say, agree more with each other than new sequences would.
+    """
+    if (
+        "seed" not in df.columns
+        or "seed" in keys
+        or not df.duplicated(keys).any()
+        or df.duplicated([*keys, "seed"]).any()
+    ):
+        return df
+    from scipy.special import stdtrit
+
+    made = []
+    for _, part in df.groupby(keys, sort=False, dropna=False):
+        row = part.iloc[0].to_dict()
+        found = [value for value in style.numbers(part, y, who) if value is not None]
+        for name in (*baselines, "lo", "hi"):
+            if name in part:
+                defined = [value for value in style.numbers(part, name, who) if value is not None]
+                row[name] = sum(defined) / len(defined) if defined else None
+        row[y] = mean = sum(found) / len(found) if found else None
+        if mean is not None and len(found) > 1:
+            variance = sum((value - mean) ** 2 for value in found) / (len(found) - 1) / len(found)
+            half = float(stdtrit(len(found) - 1, 0.975)) * variance**0.5
+            ends = [mean - half, mean + half]
+            ends = [max(ends[0], 0.0), min(ends[1], 1.0)] if percent else ends
+            low, high = row.get("lo"), row.get("hi")
+            row["lo"] = ends[0] if low is None else min(ends[0], low)
+            row["hi"] = ends[1] if high is None else max(ends[1], high)
+        made.append({**row, "seed": f"mean of {len(part)}" if len(part) > 1 else row["seed"]})
+    return type(df)(made)
 
 
 def _baseline(
