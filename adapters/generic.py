@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from probelens.adapters.hf import mixers as _mamba
 from probelens.adapters.hf.blocks import ATTENTION, MIXERS, MLP, BlockParts, first_child, join
 from probelens.adapters.hf.decoder import HFAdapter, is_hf
-from probelens.adapters.hf.transformer import HFTransformer
+from probelens.adapters.hf.stack import HFStack
 from probelens.errors import InputError, nearest
 from probelens.hooks.adapter import Adapter
 from probelens.hooks.config import ModelConfig
@@ -32,7 +32,7 @@ _MENDED = ("Zamba2MambaMixer", "NemotronHMamba2Mixer")
 _SHARED = ("shared_transformer", "shared_transf")
 
 
-class GenericHF(HFTransformer):
+class GenericHF(HFStack):
     """A Hugging Face decoder of mixed or unknown blocks: Jamba, Zamba2, RWKV, RecurrentGemma and their like.
 
     Every block has its residual stream and the output of its mixer, whatever that is; attention, Mamba mixers and MLPs

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probelens.adapters.hf.transformer import HEADS, KV_HEADS, MLP_AXES, PATTERN
+from probelens.adapters.hf.stack import HEADS, KV_HEADS, MLP_AXES, PATTERN
 from probelens.errors import AdapterNotFoundError, InputError, ShapeError
 from probelens.hooks.adapter import Adapter
 from probelens.hooks.config import Call, ModelConfig, real_tokens

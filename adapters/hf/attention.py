@@ -1,4 +1,4 @@
-"""Attention with taps: one function, through transformers' attention interface, for every decoder."""
+"""Attention with taps: one function, through transformers' attention interface, for every model that calls it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from einops import repeat
 from torch import Tensor, nn
 
-from probelens.errors import InputError
 from probelens.hooks.switchboard import Tap
 
 NAME = "probelens"
@@ -40,20 +39,16 @@ def attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """Eager attention with a tap at q, k, v, the scores and the pattern.
 
     Heads come before positions, those of ``key`` and ``value`` still grouped. The mask is added to the scores, or
     boolean and True where they count; None for a causal one. ``softcap`` bounds the scores, as in Gemma 2. ``s_aux`` is
-    a logit per head that takes weight from the keys, as in GPT-OSS. Returns z (batch, pos, head, d_head), and the
+    a logit per head that takes weight from the keys, as in GPT-OSS. ``position_bias`` is added to the scores, as in T5. Returns z (batch, pos, head, d_head), and the
     pattern (batch, head, pos, key_pos).
     """
-    if kwargs.get("position_bias") is not None:
-        raise InputError(
-            f"{type(module).__name__} adds a position bias to its scores, which the tapped attention doesn't know. "
-            "Hook attn.hook_z or hook_attn_out there."
-        )
     taps = _TAPS.get(module, ())
 
     def tapped(name: str, tensor: Tensor, swap: bool = False) -> Tensor:
@@ -69,6 +64,8 @@ def attention(
     scores = torch.matmul(query, key.transpose(2, 3)) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
+    if position_bias is not None:
+        scores = scores + position_bias
     causal = kwargs.get("is_causal")
     scores = _masked(scores, attention_mask, getattr(module, "is_causal", True) if causal is None else causal)
     scores = tapped("hook_attn_scores", scores)

@@ -1,4 +1,4 @@
-"""What stands where in a block of a transformers decoder, told from the names of its submodules."""
+"""What stands where in a block of a transformers model, told from the names of its submodules."""
 
 from __future__ import annotations
 
@@ -12,31 +12,35 @@ from torch import nn
 from probelens.hooks.wrapping import unadapted
 
 ATTENTION = ("attention", "attn", "self_attn", "self_attention")
+_CROSS = ("encoder_attn", "cross_attn", "crossattention")
 MIXERS = (
     "mixer", "mamba", "mamba_decoder.mamba", "linear_attn", "conv", "temporal_block", "recurrent_block",
     "time_mixing", "mlstm_layer", "rnn", "lstm", "gru",
 )  # fmt: skip
 MLP = ("mlp", "feed_forward", "ffn", "mlp_block", "channel_mixing", "block_sparse_moe", "moe", "shared_mlp")
-UP = ("gate_proj", "dense_h_to_4h", "c_fc", "fc1", "fc_in", "up_proj", "w1")
-UP_LINEAR = (("gate_proj", "up_proj"), ("w1", "w3"))
-DOWN = ("down_proj", "dense_4h_to_h", "c_proj", "fc2", "fc_out", "w2")
-OUT = ("o_proj", "dense", "c_proj", "out_proj")
+UP = ("gate_proj", "dense_h_to_4h", "c_fc", "fc1", "fc_in", "up_proj", "w1", "lin1", "wi_0", "wi")
+UP_LINEAR = (("gate_proj", "up_proj"), ("w1", "w3"), ("wi_0", "wi_1"))
+DOWN = ("down_proj", "dense_4h_to_h", "c_proj", "fc2", "fc_out", "w2", "lin2", "Wo", "wo")
+OUT = ("o_proj", "dense", "c_proj", "out_proj", "out_lin", "Wo", "o")
 # What an attention may call the width of a head, of its values first, and the number of its heads.
 _HEAD_WIDTH = ("v_head_dim", "head_dim", "head_size", "attention_head_size", "d_head", "key_value_proj_dim")
 _HEAD_COUNT = ("num_heads", "n_heads", "num_attention_heads", "n_head")
 # Norms that read the residual between the two halves of a block.
 _MIDDLE = (
     "post_attention_layernorm", "ln_2", "ln2", "norm_2", "pre_ff_layernorm", "channel_pre_norm", "ffn_norm",
-    "pre_mlp_layernorm", "norm_ffn",
+    "pre_mlp_layernorm", "norm_ffn", "mlp_norm", "layernorm_after", "layer_norm2",
 )  # fmt: skip
 # What is done to the outputs of attention and MLP before they join the residual: norms mostly.
 _SANDWICH = (
     ("post_self_attn_layernorm", "post_mlp_layernorm"),
     ("post_attention_layernorm", "post_mlp_layernorm"),
     ("post_attention_layernorm", "post_feedforward_layernorm"),
+    ("post_self_attn_layernorm", "post_feedforward_layernorm"),
     ("post_norm1", "post_norm2"),
     ("attn_sconv", "mlp_sconv"),
 )
+# Norms of the sum of residual and attention, in blocks that norm every sum.
+_SUMS = ("self_attn_layer_norm", "ln_1", "sa_layer_norm")
 _WEIGHED = ("attn_alpha_factor", "mlp_alpha_factor", "attn_residual_add_idx")
 _NORM_AFTER = ("bart", "blenderbot-small", "marian", "mvp", "plbart", "trocr", "openai-gpt")
 _PARALLEL_TYPES = ("gptj", "codegen", "phi", "cohere", "cohere2", "cohere2_moe")
@@ -60,6 +64,16 @@ class BlockParts:
     mixer_scale: float = 1.0
     mlp_scale: float = 1.0
     middle: str | None = None
+    # Whether that module reads the residual beside the block, which then also adds to it.
+    middle_beside: bool = True
+    # Instead of it, in blocks that norm every sum: the module whose output is the residual between the two halves.
+    middle_out: str | None = None
+    # Attention to an encoder's output, its last layer, and the module whose output it adds.
+    cross: str | None = None
+    cross_down: str | None = None
+    cross_out: str | None = None
+    # Why what the parts put out doesn't sum to the residual.
+    unsummed: str | None = None
     # The MLP's first layer, whose output goes into the activation, the other one that multiplies, and the last.
     up: str | None = None
     up_linear: str | None = None
@@ -96,9 +110,6 @@ def parallel(block: nn.Module, config: Any) -> bool:
 def uses_interface(attention: nn.Module) -> bool:
     """Whether an attention calls transformers' attention interface, so that ours can take its place."""
     code = getattr(inspect.unwrap(type(attention).forward), "__code__", None)
-    if "position_bias" in getattr(code, "co_varnames", ()):
-        # Added to the scores inside the kernel, where our function doesn't add it.
-        return False
     return "ALL_ATTENTION_FUNCTIONS" in getattr(code, "co_names", ())
 
 
@@ -109,7 +120,7 @@ def head_count(attention: nn.Module, down: nn.Module, heads: int) -> int | None:
     projection reads and the width of a head decide, and ``heads``, the config's number, only where the layer keeps neither
     the width of a head nor a count, and runs transformers' attention interface.
     """
-    width = _width_in(unadapted(down))
+    width = width_in(down)
     for name in _HEAD_WIDTH:
         size = getattr(attention, name, None)
         if isinstance(size, int) and size > 0:
@@ -119,7 +130,9 @@ def head_count(attention: nn.Module, down: nn.Module, heads: int) -> int | None:
     return count if count and not (width and width % count) else None
 
 
-def _width_in(layer: nn.Module) -> int | None:
+def width_in(layer: nn.Module) -> int | None:
+    """Width of what a linear layer reads; None where it isn't one."""
+    layer = unadapted(layer)
     size = getattr(layer, "in_features", None)
     if isinstance(size, int):
         return size
@@ -128,8 +141,14 @@ def _width_in(layer: nn.Module) -> int | None:
     return int(weight.shape[0]) if isinstance(weight, nn.Parameter) and hasattr(layer, "nf") else None
 
 
-def parts_of(block: nn.Module, config: Any) -> BlockParts:
-    """Find the parts of a block. One whose output isn't what it adds to the residual is left out, with the reason."""
+def parts_of(block: nn.Module, config: Any, crosses: bool = False) -> BlockParts:
+    """Find the parts of a block. One whose output isn't what it adds to the residual is left out, with the reason.
+
+    ``crosses`` says that the block also attends to an encoder; many have the modules for it and don't use them.
+    """
+    for known in (_bert, _t5):
+        if (found := known(block, crosses)) is not None:
+            return BlockParts(**found)
     attention, mixer = first_child(block, ATTENTION), first_child(block, MIXERS)
     if mixer is not None and uses_interface(block.get_submodule(mixer)):
         # Nemotron-H and RecurrentGemma call every kind of mixer by one name, attention among them.
@@ -139,7 +158,7 @@ def parts_of(block: nn.Module, config: Any) -> BlockParts:
     if attention is not None:
         nested = first_child(block.get_submodule(attention), ("attention",))
         attention = join(attention, nested or "")
-    found: dict[str, Any] = {"attention": attention, "mixer": mixer, "absent": {}}
+    found = {"attention": attention, "mixer": mixer, "absent": {}}
     found.update(_mlp(block))
     found["attn_out"], found["mixer_out"] = attention, mixer
     if attention is not None:
@@ -147,9 +166,73 @@ def parts_of(block: nn.Module, config: Any) -> BlockParts:
         found["attn_down"] = join(attention, down) if down else None
         if _adds_residual(block.get_submodule(attention)):
             found["attn_out"] = found["attn_down"]
+    if crosses and (cross := first_child(block, _CROSS)):
+        down = first_child(block.get_submodule(cross), OUT)
+        norm = first_child(block, ("post_cross_attn_layernorm",))
+        found.update(cross=cross, cross_down=join(cross, down) if down else None, cross_out=norm or cross)
     found.update(_scales(block, config))
     _order(block, config, found)
     return BlockParts(**found)
+
+
+# What the blocks of DistilBERT, ViT, CLIP and BART consist of.
+_KNOWN = (
+    ("attention", "sa_layer_norm", "ffn"), ("attention", "layernorm_after", "mlp"), ("self_attn", "layer_norm2", "mlp"),
+    ("self_attn", "self_attn_layer_norm", "fc1"),
+)  # fmt: skip
+
+
+def is_known(block: nn.Module) -> bool:
+    """Whether a block is built as those of BERT, DistilBERT, ViT, CLIP, T5 or BART."""
+    if _bert(block, False) is not None or _t5(block, False) is not None:
+        return True
+    return any(all(first_child(block, (name,)) for name in names) for names in _KNOWN)
+
+
+def reads_both_ways(attention: nn.Module, config: Any) -> bool:
+    """Whether an attention of an encoder reads later positions too, as far as it says."""
+    causal = getattr(attention, "is_causal", None)
+    return not (getattr(config, "is_decoder", False) if causal is None else causal)
+
+
+def _bert(block: nn.Module, crosses: bool) -> dict[str, Any] | None:
+    """A block as BERT has it, or None: every sum is made, and mostly normed, in a module called output."""
+    names = ("attention.output.dense", "intermediate.dense", "output.dense")
+    inner = first_child(block, ("attention.self", "attention.attention"))
+    if inner is None or not all(first_child(block, (name,)) for name in names):
+        return None
+    attended, up, down = names
+    found: dict[str, Any] = {
+        "attention": inner, "attn_down": attended, "attn_out": attended, "mlp": "", "mlp_out": down, "up": up, "down": down,
+    }  # fmt: skip
+    if crosses and first_child(block, ("crossattention.self",)):
+        found.update(cross="crossattention.self", cross_down="crossattention.output.dense")
+        found["cross_out"] = found["cross_down"]
+    if first_child(block, ("output.LayerNorm",)):
+        found |= {"middle_out": "crossattention" if "cross" in found else "attention", "unsummed": _normed(block)}
+    else:
+        found["middle"] = first_child(block, ("layernorm_after", "LayerNorm"))
+    return found
+
+
+def _t5(block: nn.Module, crosses: bool) -> dict[str, Any] | None:
+    """A block as T5 has it, or None: a list of two or three layers that add the residual themselves."""
+    attention = first_child(block, ("layer.0.SelfAttention",))
+    last = len(list(block.get_submodule("layer").children())) - 1 if attention else 0
+    mlp = first_child(block, (f"layer.{last}.DenseReluDense", f"layer.{last}.mlp")) if last > 0 else None
+    if attention is None or mlp is None:
+        return None
+    inner = block.get_submodule(mlp)
+    up, down = first_child(inner, ("wi_0", "wi")), first_child(inner, ("wo",))
+    found: dict[str, Any] = {
+        "attention": attention, "attn_down": join(attention, "o"), "attn_out": attention, "mlp": mlp, "mlp_out": mlp,
+        "up": join(mlp, up) if up else None, "down": join(mlp, down) if down else None,
+        "up_linear": join(mlp, "wi_1") if up == "wi_0" else None, "middle": f"layer.{last}", "middle_beside": False,
+    }  # fmt: skip
+    cross = first_child(block, ("layer.1.EncDecAttention",))
+    if crosses and cross:
+        found.update(cross=cross, cross_down=join(cross, "o"), cross_out=cross)
+    return found
 
 
 def _mlp(block: nn.Module) -> dict[str, Any]:
@@ -169,11 +252,12 @@ def _mlp(block: nn.Module) -> dict[str, Any]:
     if _adds_residual(inner):
         found["mlp_out"] = found["down"]
     if up is None:
-        fused = first_child(inner, ("gate_up_proj", "input_linear"))
+        fused = first_child(inner, ("gate_up_proj", "input_linear", "Wi"))
         what = (
             f"its gate and its input are one projection, {join(mlp, fused)}" if fused else "it is a mixture of experts"
         )
-        found["absent"] = dict.fromkeys(("hook_pre", "hook_post"), f"this MLP has no such layer: {what}")
+        lacking = ("hook_pre",) if down else ("hook_pre", "hook_post")
+        found["absent"] = dict.fromkeys(lacking, f"this MLP has no such layer: {what}")
     return found
 
 
@@ -199,10 +283,11 @@ def _no_sums(block: nn.Module, config: Any) -> str | None:
         return f"{kind} weigh their residual anew at every sum, so nothing is simply added to it"
     if hasattr(block, "attn_hc"):
         return f"{kind} keep several residual streams and mix them, so nothing is simply added to one"
-    late = getattr(block, "do_layer_norm_before", True) is False
-    if late or str(getattr(config, "model_type", "")) in _NORM_AFTER:
-        return f"{kind} norm every sum, so nothing is simply added to the residual"
     return None
+
+
+def _normed(block: nn.Module) -> str:
+    return f"blocks of this model ({type(block).__name__}) norm every sum, so nothing is simply added to the residual"
 
 
 def _order(block: nn.Module, config: Any, found: dict[str, Any]) -> None:
@@ -211,6 +296,11 @@ def _order(block: nn.Module, config: Any, found: dict[str, Any]) -> None:
     if reason is not None:
         found.update(attn_out=None, mixer_out=found["mixer"] or found["attention"], mlp_out=None)
         found["absent"] |= dict.fromkeys(("hook_attn_out", "hook_mlp_out", "hook_resid_mid"), reason)
+        return
+    late = getattr(block, "do_layer_norm_before", True) is False
+    if late or first_child(block, ("sa_layer_norm",)) or str(getattr(config, "model_type", "")) in _NORM_AFTER:
+        sums = ("encoder_attn_layer_norm", *_SUMS) if found.get("cross") else _SUMS
+        found |= {"middle_out": first_child(block, sums), "unsummed": _normed(block)}
         return
     if parallel(block, config):
         found["absent"]["hook_resid_mid"] = (

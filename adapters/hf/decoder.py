@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,10 @@ from probelens.hooks.config import Call, ModelConfig
 from probelens.hooks.wrapping import unadapted
 
 _BLOCK_LISTS = ("layers", "h", "blocks", "decoder.layers", "block")
+ENCODERS = ("encoder.layer", "encoder.layers", "encoder.block", "transformer.layer")
 _FINAL_NORMS = (
     "norm", "ln_f", "final_layer_norm", "norm_f", "final_layernorm", "final_norm", "ln_out", "rms_norm",
-    "embedding_norm", "out_norm", "layer_norm", "decoder.final_layer_norm", "decoder.layer_norm",
+    "embedding_norm", "out_norm", "layer_norm", "decoder.final_layer_norm", "decoder.layer_norm", "decoder.norm",
 )  # fmt: skip
 
 
@@ -54,6 +55,10 @@ class HFAdapter(Adapter):
     """Blocks, embedding, final norm and unembedding of a ``...ForCausalLM`` or a bare ``...Model`` of transformers."""
 
     options = ("tokenizer",)
+    # Whether the model keeps keys and values for later positions if asked.
+    caches: ClassVar[bool] = True
+    # Where the list of blocks may be, below the module that holds it.
+    lists: ClassVar[tuple[str, ...]] = (*_BLOCK_LISTS, *ENCODERS)
 
     def __init__(self, module: nn.Module, tokenizer: Any = None) -> None:
         super().__init__(module)
@@ -62,15 +67,15 @@ class HFAdapter(Adapter):
         text: Any = getattr(self.config, "get_text_config", lambda: self.config)()
         inner = self.decoder(module)
         base = path_of(module, inner)
-        blocks = first_child(inner, _BLOCK_LISTS)
+        blocks = first_child(inner, self.lists)
         if blocks is None:
             raise AdapterNotFoundError(
-                f"no list of blocks found in {type(module).__name__}: looked for {', '.join(_BLOCK_LISTS)} in "
+                f"no list of blocks found in {type(module).__name__}: looked for {', '.join(self.lists)} in "
                 f'{type(inner).__name__}. Say where it is: pl.wrap(module, blocks="path.to.the.list")'
             )
         count = len(list(inner.get_submodule(blocks).children()))
         self.blocks = [join(base, blocks, str(i)) for i in range(count)]
-        embed = module.get_input_embeddings()  # type: ignore[operator]
+        embed = self.embedding(inner)
         if embed is not None:
             self.parts["embed"] = path_of(module, embed)
         norm = first_child(inner, _FINAL_NORMS)
@@ -87,7 +92,7 @@ class HFAdapter(Adapter):
         self.cfg = ModelConfig(
             n_layers=count,
             d_model=width,
-            d_vocab=int(getattr(embed, "num_embeddings", 0) or 0),
+            d_vocab=int(getattr(embed, "num_embeddings", 0) or 0) if self.main_input() == "input_ids" else 0,
             n_heads=heads,
             d_head=int(getattr(text, "head_dim", None) or (width // heads if heads else 0)),
             n_key_value_heads=_grouped(text, heads),
@@ -99,17 +104,26 @@ class HFAdapter(Adapter):
             architecture=self.name,
         )
 
-    @staticmethod
-    def decoder(module: nn.Module) -> nn.Module:
+    @classmethod
+    def decoder(cls, module: nn.Module) -> nn.Module:
         """The module that holds the list of blocks."""
         prefix = getattr(module, "base_model_prefix", "")
         inner = getattr(module, prefix, module) if prefix else module
-        if isinstance(inner, nn.Module) and first_child(inner, _BLOCK_LISTS) is None:
+        if isinstance(inner, nn.Module) and first_child(inner, cls.lists) is None:
             for name in ("language_model", "text_model", "model", "decoder"):
                 found = getattr(inner, name, None)
-                if isinstance(found, nn.Module) and first_child(found, _BLOCK_LISTS):
+                if isinstance(found, nn.Module) and first_child(found, cls.lists):
                     return found
         return inner if isinstance(inner, nn.Module) else module
+
+    def embedding(self, inner: nn.Module) -> nn.Module | None:
+        """The token embedding that runs; ``inner`` is the module that holds the list of blocks."""
+        found: nn.Module | None = self.module.get_input_embeddings()  # type: ignore[operator]
+        return found
+
+    def main_input(self) -> str:
+        """What the module calls its input: "input_ids", "pixel_values", "input_features"."""
+        return str(getattr(self.module, "main_input_name", "input_ids"))
 
     def call(self, tokens: Tensor, mask: Tensor | None, extra: dict[str, Any]) -> Call:
         if not isinstance(tokens, Tensor):
@@ -117,11 +131,16 @@ class HFAdapter(Adapter):
                 f"inputs must be tokens (batch, pos), text or a mapping of keywords, got a {type(tokens).__name__}"
             )
         # A key/value cache costs time and changes no logit; whoever wants one passes use_cache=True.
-        kwargs = {"use_cache": False, **extra}
+        kwargs = {"use_cache": False, **extra} if self.caches else dict(extra)
         if mask is not None:
             kwargs["attention_mask"] = mask
+        main = self.main_input()
         if tokens.is_floating_point():
-            return Call((), {"inputs_embeds": tokens, **kwargs}, None, mask)
+            return Call((), {"inputs_embeds" if main == "input_ids" else main: tokens, **kwargs}, None, mask)
+        if main != "input_ids":
+            raise InputError(
+                f"this {type(self.module).__name__} takes {main}, not tokens: give floats, or a mapping of its forward's arguments"
+            )
         return Call((), {"input_ids": tokens, **kwargs}, tokens, mask)
 
     def resid_call(self, resid: Tensor, mask: Tensor | None, extra: dict[str, Any]) -> Call:

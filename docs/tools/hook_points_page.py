@@ -73,6 +73,9 @@ Names in the tables below are under `blocks.{l}.` unless the table says otherwis
 """
 
 ATTENTION = [*zoo.TRANSFORMERS, *zoo.DECODERS]
+ENCODERS = list(zoo.ENCODERS)
+CLASSIFIERS = [name for name in zoo.CLASSIFIERS if name != "llama-classifier"]
+OTHERS = [*zoo.ENCODERS, *zoo.CLASSIFIERS, *zoo.ENCODER_DECODERS]
 RNNS = ["lstm", "gru", "lstm-bidirectional", "gru-bidirectional-fused"]
 SECTIONS: list[tuple[str, list[str], str]] = [
     (
@@ -82,6 +85,24 @@ SECTIONS: list[tuple[str, list[str], str]] = [
         "other decoder of transformers with such blocks. Inside attention, one function takes the place of the "
         "model's own through transformers' attention interface. With a key/value cache, keys and values are those "
         "of everything read so far, and an edit lasts for one call: it isn't written to the cache.",
+    ),
+    (
+        "Encoders and classifiers",
+        [*ENCODERS, *CLASSIFIERS],
+        "BERT, RoBERTa, DistilBERT, ModernBERT, ELECTRA, DeBERTa, ViT, the encoders of T5 and BART, alone or under a head "
+        "for masked tokens, tokens, sequences or pictures; and classifiers made of decoders, which have the points of the decoder. "
+        "Most of these blocks norm every sum: `hook_resid_mid` is then the norm of `hook_resid_pre + hook_attn_out`, and "
+        "`hook_resid_post` the norm of `hook_resid_mid + hook_mlp_out`. In ViT and ModernBERT they are the sums themselves.",
+    ),
+    (
+        "Encoder–decoders",
+        list(zoo.ENCODER_DECODERS),
+        'T5, BART, mBART, Pegasus, Marian, Whisper. The decoder is what `blocks.{l}`, `"resid_post"`, `"layers"` and '
+        "`model.cfg.n_layers` mean; `decoder.blocks.{l}` is another name of it. The encoder has the same points, without the "
+        "cross-attention, under `encoder.blocks.{l}.`, and `encoder.hook_embed`, `encoder.ln_final.hook_in` and "
+        "`encoder.ln_final.hook_out` where it has such modules. A run needs what both read: a mapping with `input_ids` (or "
+        "`input_features`) and `decoder_input_ids`. Tokens alone go to the encoder, and the decoder reads them one step later, as "
+        "BART does by itself. Every block of the decoder reads the encoder's output, so no run begins at a block.",
     ),
     (
         "Mamba",
@@ -134,7 +155,9 @@ def table(points: Iterable[HookPoint], lacking: dict[str, list[str]] | None = No
     rows = ["| point | axes | kind | an edit there |", "|---|---|---|---|"]
     for point in points:
         prefix = point.name[: len(point.name) - len(tail(point))]
-        aliases = ", ".join(f"`{alias.removeprefix(prefix)}`" for alias in point.aliases)
+        aliases = ", ".join(
+            f"`{alias.removeprefix(prefix)}`" for alias in point.aliases if not alias.startswith("decoder.")
+        )
         name = f"`{tail(point)}`" + (f" = {aliases}" if aliases else "")
         kind = point.kind + (", step" if point.step else "")
         missing = (lacking or {}).get(tail(point), [])
@@ -175,7 +198,7 @@ def reasons() -> list[str]:
     """What some families lack, in the words of their errors."""
     rows = ["| family | point | why it isn't there |", "|---|---|---|"]
     asked = ("attn.hook_pattern", "hook_resid_mid", "hook_attn_out", "mlp.hook_pre", "hook_mlp_out")
-    for name, model in models([*ATTENTION, "mamba"]).items():
+    for name, model in models([*ATTENTION, *ENCODERS, *CLASSIFIERS, *zoo.ENCODER_DECODERS, "mamba"]).items():
         for point in asked:
             full = f"blocks.0.{point}"
             if full in model.hook_dict:
@@ -188,7 +211,7 @@ def reasons() -> list[str]:
 def families() -> list[str]:
     """One row a family: adapter, blocks, points."""
     rows = ["| family | adapter | class | points per block | all points |", "|---|---|---|---|---|"]
-    for name, model in models(n for n in zoo.EVERY if n not in zoo.PACKAGED).items():
+    for name, model in models([*(n for n in zoo.EVERY if n not in zoo.PACKAGED), *OTHERS]).items():
         blocks: dict[int, int] = {}
         for point in model.hook_dict.values():
             if point.name.startswith("blocks."):

@@ -433,9 +433,8 @@ class Adapter:
         module = self._block_or_readout(layer)
         skipped = [submodule(self.module, path) for path in self.blocks[:layer]]
         if skipped and self._block_outputs is None:
-            call = self.call(torch.zeros(1, 1, dtype=torch.long, device=self.device()), None, {})
-            with self.stopping_at(1):
-                self._block_outputs = length_of_output(skipped[0], lambda: self.run(call))
+            call = self.resid_call(resid[:1], None, {})
+            self._block_outputs = length_of_output(skipped[0], lambda: self.run(call))
         resid = resid.to(device_of(module) or resid.device)
         with passed_over(skipped, self._block_outputs or 0), called_with(module, resid):
             yield

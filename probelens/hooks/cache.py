@@ -315,7 +315,7 @@ class ActivationCache(Mapping[str, Tensor]):
         parts = self._entering(upto + mlp_input > 0) if incl_embeds else {}
         for i in range(upto + (mlp_input and upto < n_layers)):
             mixers = self._mixers(i)
-            has_mlp = ("mlp_out", i) in self or (mixers == ["attn_out"] and not self._attn_only())
+            has_mlp = ("mlp_out", i) in self or (mixers[0] == "attn_out" and not self._attn_only())
             if mode != "mlp":
                 parts |= {f"{i}_{mixer}": self[mixer, i] for mixer in mixers}
             if mode != "attn" and i < upto and has_mlp:
@@ -342,16 +342,18 @@ class ActivationCache(Mapping[str, Tensor]):
         return parts
 
     def _mixers(self, layer: int) -> list[str]:
-        """The parts before the MLP in a block: attention, a mixer, or the two side by side."""
+        """The parts before the MLP in a block: attention, a mixer, or the two side by side, and attention to an encoder."""
         kinds, model = ("mixer_out", "attn_out"), self.model
+        names = self.cache_dict if model is None else model.points.named
         if model is None:
             found = {k: self._name((k, layer)) for k in kinds if (k, layer) in self}
         else:
             named = {k: model.points.alias(f"blocks.{layer}.hook_{k}") for k in kinds}
-            found = {k: name for k, name in named.items() if name in model.points.named}
+            found = {k: name for k, name in named.items() if name in names}
         # In attention blocks of hybrids both are names of one point.
         both = len({*found.values()}) > 1
-        return list(found) if both or list(found) == ["mixer_out"] else ["attn_out"]
+        crossing = ["cross_attn_out"] * (f"blocks.{layer}.hook_cross_attn_out" in names)
+        return (list(found) if both or list(found) == ["mixer_out"] else ["attn_out"]) + crossing
 
     def _attn_only(self) -> bool:
         return self.model is not None and self.model.adapter.cfg.attn_only

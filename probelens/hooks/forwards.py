@@ -329,8 +329,12 @@ def passed_over(blocks: Iterable[nn.Module], outputs: int) -> Iterator[None]:
 def length_of_output(module: nn.Module, run: Callable[[], Any]) -> int:
     """Length of the tuple that a module returns when ``run`` runs the model as far as it; 0 for a tensor."""
     seen: list[int] = []
-    handle = module.register_forward_hook(lambda m, args, out: seen.append(len(out) if isinstance(out, tuple) else 0))
-    with handle, torch.no_grad(), contextlib.suppress(StopForward):
+
+    def stop(module: nn.Module, args: Any, out: Any) -> None:
+        seen.append(len(out) if isinstance(out, tuple) else 0)
+        raise StopForward(pick(out, None, "a block"))
+
+    with module.register_forward_hook(stop), torch.no_grad(), contextlib.suppress(StopForward):
         run()
     if not seen:
         raise ShapeError(f"a {type(module).__name__} of the blocks wasn't called by the model's forward")

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["HasPoints", "Points", "by_point", "need_wrapped", "resolve"]
 
 T = TypeVar("T")
+# How the names of points begin that a forward reaches before the blocks: an encoder is all done before its decoder's.
+_BEFORE = ("hook_embed", "embed", "hook_pos_embed", "encoder")
 ALL_NAMES = "All names: model.hook_points()"
 
 
@@ -146,7 +148,7 @@ class Points(NameTable):
         if point.block is not None:
             block = point.block
         elif point.name in self.named:
-            block = -1 if point.name in ("hook_embed", "hook_pos_embed") else self.n_layers
+            block = -1 if point.name.split(".")[0] in _BEFORE else self.n_layers
         elif inside := self.adapter.blocks_with(point.module):
             block = inside[0]
         else:
@@ -216,7 +218,7 @@ class Points(NameTable):
         if point.name in self.named:
             if point.block is not None:
                 return point.block - point.name.endswith(".hook_resid_pre")
-            return -1 if point.name.split(".")[0] in ("hook_embed", "embed", "hook_pos_embed") else self.n_layers
+            return -1 if point.name.split(".")[0] in _BEFORE else self.n_layers
         path, adapter = point.module, self.adapter
         entering = point.site is not None and point.site.side == "in"
         inside = adapter.blocks_with(path)

@@ -177,7 +177,7 @@ def _try(
 
 def _carries_everything(model: Wrapped, point: HookPoint) -> bool:
     """Whether all that the rest of the model sees of the input passes this point."""
-    if not point.name.endswith((".hook_resid_pre", ".hook_resid_post")):
+    if point.block is None or not point.name.endswith((".hook_resid_pre", ".hook_resid_post")):
         return False
     return not model.adapter.rereads(point.layer() + point.name.endswith("post"))
 

@@ -239,6 +239,68 @@ HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
+# Encoders that read tokens both ways, under a head for masked tokens or for the whole sequence.
+_BERT = {**_BASE, "pad_token_id": 1}
+_DISTIL = {"vocab_size": VOCAB, "dim": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "hidden_dim": 32, "pad_token_id": 1}
+_MODERN = {**_BASE, "pad_token_id": 1, "cls_token_id": 0, "sep_token_id": 0, "local_attention": 4}
+ENCODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bert": ("BertForMaskedLM", "BertConfig", _BERT),
+    "roberta": ("RobertaForMaskedLM", "RobertaConfig", {**_BERT, "max_position_embeddings": 66}),
+    "distilbert": ("DistilBertForMaskedLM", "DistilBertConfig", _DISTIL),
+    "modernbert": ("ModernBertForMaskedLM", "ModernBertConfig", _MODERN),
+    "electra": ("ElectraForMaskedLM", "ElectraConfig", {**_BERT, "embedding_size": 8}),
+    "deberta": (
+        "DebertaV2ForMaskedLM", "DebertaV2Config", {**_BERT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+    ),
+    "bert-tagger": ("BertForTokenClassification", "BertConfig", {**_BERT, "num_labels": 5}),
+}  # fmt: skip
+# One answer for each sequence or picture, and bare encoders.
+CLASSIFIERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bert-classifier": ("BertForSequenceClassification", "BertConfig", {**_BERT, "num_labels": 3}),
+    "roberta-classifier": (
+        "RobertaForSequenceClassification", "RobertaConfig", {**_BERT, "max_position_embeddings": 66, "num_labels": 3},
+    ),
+    "distilbert-classifier": (
+        "DistilBertForSequenceClassification", "DistilBertConfig", {**_DISTIL, "num_labels": 3},
+    ),
+    "modernbert-classifier": ("ModernBertForSequenceClassification", "ModernBertConfig", {**_MODERN, "num_labels": 3}),
+    "llama-classifier": ("LlamaForSequenceClassification", "LlamaConfig", {**_GQA, "num_labels": 3}),
+    "vit": (
+        "ViTForImageClassification", "ViTConfig",
+        {
+            "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "intermediate_size": 32,
+            "image_size": 8, "patch_size": 4, "num_labels": 5,
+        },
+    ),
+}  # fmt: skip
+_SEQ2SEQ = {
+    "vocab_size": VOCAB, "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": LAYERS, "encoder_attention_heads": 2,
+    "decoder_attention_heads": HEADS, "encoder_ffn_dim": 24, "decoder_ffn_dim": 32, "max_position_embeddings": 64,
+    "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1, "decoder_start_token_id": 2, "forced_eos_token_id": None,
+}  # fmt: skip
+_T5 = {
+    "vocab_size": VOCAB, "d_model": WIDTH, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_decoder_layers": LAYERS,
+    "num_heads": HEADS, "decoder_start_token_id": 2, "pad_token_id": 1, "eos_token_id": 0,
+}  # fmt: skip
+# Encoder-decoders; the encoder has two blocks and, but in T5, two heads.
+ENCODER_DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "t5": ("T5ForConditionalGeneration", "T5Config", _T5),
+    "t5-gated": (
+        "T5ForConditionalGeneration", "T5Config",
+        {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
+    "bart-whole": ("BartForConditionalGeneration", "BartConfig", _SEQ2SEQ),
+    "marian": ("MarianMTModel", "MarianConfig", _SEQ2SEQ),
+    "mbart": ("MBartForConditionalGeneration", "MBartConfig", _SEQ2SEQ),
+    "whisper": (
+        "WhisperForConditionalGeneration", "WhisperConfig",
+        {
+            **{k: v for k, v in _SEQ2SEQ.items() if k != "max_position_embeddings"}, "max_source_positions": 8,
+            "max_target_positions": 32, "num_mel_bins": 8, "suppress_tokens": None, "begin_suppress_tokens": None,
+        },
+    ),
+}  # fmt: skip
+
 # Models of the mamba-ssm package, whose sources come from the package index.
 PACKAGED: dict[str, dict[str, Any]] = {
     "mamba-ssm": {"kind": "Mamba1"},
@@ -259,7 +321,9 @@ def more(name: str, seed: int = 0, scale: float = 3.0, **change: Any) -> nn.Modu
         return or_skip(lambda: mamba_ssm.build(**{**sizes, **PACKAGED[name]}, seed=seed))
     import transformers
 
-    cls, config, options = {**DECODERS, **HYBRIDS}[name]
+    cls, config, options = {**DECODERS, **HYBRIDS, **ENCODERS, **CLASSIFIERS, **ENCODER_DECODERS}[name]
+    if name.startswith(("t5", "whisper")):
+        scale = min(scale, 1.5)  # T5 doesn't scale its scores, and Whisper's tables of positions are drawn large
     if not hasattr(transformers, cls):
         pytest.skip(f"transformers {transformers.__version__} has no {cls}")
     with torch.random.fork_rng():
@@ -288,6 +352,21 @@ def build(name: str, seed: int = 0, scale: float = 3.0) -> nn.Module:
 
 def tokens(n: int = 2, length: int = 7, seed: int = 0) -> Tensor:
     return torch.randint(VOCAB, (n, length), generator=torch.Generator().manual_seed(seed))
+
+
+def inputs(name: str, n: int = 2, length: int = 8, seed: int = 0) -> Any:
+    """What a model of this name runs on: tokens, pictures, or sound and the tokens of the decoder."""
+    generator = torch.Generator().manual_seed(seed)
+    if name == "vit":
+        return torch.randn(n, 3, 8, 8, generator=generator)
+    if name == "whisper":
+        return {
+            "input_features": torch.randn(n, 8, 16, generator=generator),
+            "decoder_input_ids": tokens(n, length, seed),
+        }
+    if name in ENCODER_DECODERS:
+        return {"input_ids": tokens(n, length + 2, seed + 9), "decoder_input_ids": tokens(n, length, seed)}
+    return tokens(n, length, seed)
 
 
 def logits(model: nn.Module, x: Tensor, **kw: object) -> Tensor:
