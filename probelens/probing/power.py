@@ -146,7 +146,7 @@ def _mlp(parts: list[Rows], codes: Tensor, seed: int) -> float:
     y = torch.cat([y for _, y in parts])
     cells = torch.unique(codes, dim=0, return_inverse=True)[1].to(y.device)
     probe = MLPProbe(seed=seed, enough=_entropy(y) - 0.8 * _entropy(cells[y]))
-    return probe.fit(*train, *val, n_classes=len(codes)).score(*test)
+    return probe.fit(*train, *val).score(*test)
 
 
 def _linear(parts: list[Rows], codes: Tensor, seed: int) -> float:
