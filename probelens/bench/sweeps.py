@@ -151,6 +151,85 @@ def ablation(size: str, device: str) -> Work:
     )
 
 
+def interchange(size: str, device: str) -> Work:
+    layers, width, length, n, controls = {
+        "quick": (3, 32, 12, 24, 3), "medium": (4, 64, 40, 300, 20), "full": (4, 128, 40, 300, 20),
+    }[size]  # fmt: skip
+    vocab, rank = 64, 4
+    module = shapes.neox(layers, width, vocab, 4).to(device)
+    model, pairs = pl.wrap(module), pairs_of(vocab, n, length)
+    with torch.no_grad():
+        said = [model(x.to(device))[:, -1].topk(2).indices.cpu() for x in (pairs.clean, pairs.corrupted)]
+    # What the model says is right; where both runs say the same, the base's second choice stands for another answer.
+    base = torch.where(said[0][:, 0] == said[1][:, 0], said[1][:, 1], said[1][:, 0])
+    pairs = pl.PatchPairs(
+        pairs.clean, pairs.corrupted, pairs.edit_pos, pairs.read_pos, torch.stack([said[0][:, 0], base], 1)
+    )
+    spaces = {f"blocks.{i}.hook_resid_post": pl.subspaces.random(rank, width, seed=i) for i in range(layers)}
+    cells = [(layer, pos) for layer in range(layers) for pos in range(length)]
+    sampled, kinds = cells[:: max(1, len(cells) // 8)], ("random",)
+
+    def ours() -> Any:
+        return pl.interchange(model, pairs, spaces, pos="each", controls=controls, kinds=kinds)
+
+    def plain() -> Tensor:
+        """Whether the answer is the source's, by one whole forward of each cell of the sample. (cell, example)"""
+        followed = []
+        rows = torch.arange(len(pairs))
+        with torch.no_grad():
+            source = module(pairs.clean.to(device), output_hidden_states=True, use_cache=False).hidden_states
+            for layer, pos in sampled:
+                # The last hidden state that transformers gives is behind the final norm.
+                clean = source[layer + 1] if layer + 1 < layers else _last(module, pairs.clean.to(device))
+                q = spaces[f"blocks.{layer}.hook_resid_post"].basis.to(clean)
+                hook = partial(_swap, clean, q, pos)
+                handle = module.gpt_neox.layers[layer].register_forward_hook(hook)
+                logits = module(pairs.corrupted.to(device), use_cache=False).logits.cpu()
+                handle.remove()
+                followed.append(logits[rows, pairs.read_pos].argmax(-1) == pairs.answers[:, 0])
+        return torch.stack(followed)
+
+    def compare(results: dict[str, Any]) -> dict[str, float]:
+        found = results[OURS]
+        by_cell = {
+            (row["layer"], int(row["pos"])): found.followed[i]
+            for i, row in enumerate(found.rows)
+            if row["condition"] == "target"
+        }
+        mine = torch.stack([by_cell[cell] for cell in sampled])
+        return {"pairs that differ": float((mine != results["plain hooks"]).double().mean())}
+
+    every = len(cells) * (controls + 4)  # full, complement, noise and the subspace itself
+    return Work(
+        {OURS: ours, "plain hooks": plain},
+        compare,
+        {"pairs that differ": 0.002},
+        {"plain hooks": (len(sampled) + 1) / (every + 2)},
+        f"{layers} layers × {length} positions, {n} pairs, {controls} controls; plain hooks run {len(sampled)} of {every} "
+        "conditions, scaled up",
+        {"conditions": every},
+        lambda results: {"path": results[OURS].path},
+    )
+
+
+def _last(module: Any, x: Tensor) -> Tensor:
+    kept: list[Tensor] = []
+    handle = module.gpt_neox.layers[-1].register_forward_hook(lambda m, args, out: kept.append(_first(out)))
+    module(x, use_cache=False)
+    handle.remove()
+    return kept[0]
+
+
+def _first(out: Any) -> Tensor:
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _swap(source: Tensor, q: Tensor, pos: int, module: Any, args: tuple[Any, ...], out: Any) -> Any:
+    h = _first(out).clone()
+    h[:, pos] += (source[:, pos] - h[:, pos]) @ q.mT @ q
+    return (h, *out[1:]) if isinstance(out, tuple) else h
+
+
 def _project(space: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args:
         return (space.project_out(args[0]), *args[1:]), kwargs
@@ -161,4 +240,5 @@ CASES = [
     Case("patch-neox", "patching sweep, resid_pre, layer × position, Pythia-160M shape, 4 pairs × 32", patch_neox, {TL: 5.0}, needs=(TL,)),
     Case("patch-mamba", "the same, Mamba-130M shape", patch_mamba, {TL: 5.0}, needs=(TL,)),
     Case("ablation", "subspace ablation at every layer with random controls, 6 layers d 512", ablation, {"plain hooks": 0.9 * 12 / 7}),
+    Case("interchange", "interchange at every layer and position with random controls, 4 layers", interchange, {"plain hooks": 2.0}),
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from probelens.bench.table import markdown
 from probelens.cli.main import main
 
 ROWS = {
-    "patch-neox", "patch-mamba", "ablation", "probes", "inlp", "mamba-step", "ssm-states", "cache", "cache-small",
+    "patch-neox", "patch-mamba", "ablation", "interchange", "probes", "inlp", "mamba-step", "ssm-states", "cache", "cache-small",
     "collect", "import",
 }  # fmt: skip
 
