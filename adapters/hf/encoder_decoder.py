@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
@@ -148,10 +146,8 @@ class HFEncoderDecoder(HFStack):
     def resumer(self, model: HookedModel) -> Resumer | None:
         return None
 
-    @contextlib.contextmanager
-    def starting_at(self, layer: int, resid: Tensor) -> Iterator[None]:
+    def resid_call(self, resid: Tensor, mask: Tensor | None, extra: dict[str, Any]) -> Call:
         raise InputError(
-            f"start_at_layer={layer}: blocks of this {type(self.module).__name__} read the encoder's output beside the residual, "
+            f"start_at_layer: blocks of this {type(self.module).__name__} read the encoder's output beside the residual, "
             "so the residual alone isn't enough to go on from. Run it whole."
         )
-        yield
