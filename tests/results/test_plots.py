@@ -444,7 +444,35 @@ def hostile_figures(name: str, other: str) -> list[go.Figure]:
         plots.training_curve([{"step": 1, "loss": 0.5, "m": name}], y="loss", color="m", title=other),
         plots.ablation(abl, metric=other, title=name),
         plots.patch_heatmap([[0.0], [1.0]], [name, other], [0], [name], marks={other: 0}, title=name),
+        plots.interchange(interchange_rows([name, other], verdict=other), title=name),
+        plots.interchange(interchange_rows([name, other], verdict=other)[:2], title=name),
     ]  # fmt: skip
+
+
+def interchange_rows(sites: list[str], verdict: str = "used") -> list[dict[str, Any]]:
+    """Two positions of each site: the subspace follows at the first, the control nowhere."""
+    return [
+        {"site": site, "layer": i, "pos": str(pos), "condition": kind, "iia_lo": 0.0, "iia_hi": 1.0, "head": None,
+         "iia": 0.9 - 0.8 * pos if kind == "target" else 0.05, "verdict": verdict if not pos else "not here"}
+        for i, site in enumerate(dict.fromkeys(sites)) for pos in (0, 1) for kind in ("target", "random")
+    ]  # fmt: skip
+
+
+def test_a_map_of_interchanges_shows_accuracies_and_marks_the_verdicts() -> None:
+    rows = interchange_rows(["blocks.0.hook_resid_post", "blocks.1.hook_resid_post"])
+    fig = plots.interchange(rows)
+    assert [list(map(float, line)) for line in fig.data[0].z] == [pytest.approx([0.9, 0.1])] * 2
+    assert (fig.data[0].y, fig.layout.coloraxis.cmax) == (("0", "1"), 1)
+    (marks,) = fig.data[1:]
+    assert (marks.name, marks.x, marks.y) == ("used", (0, 0), ("0", "1"))
+    assert "highest control 5.0 %" in fig.data[0].hovertext[0][0]
+    assert "used in 2 of 4" in fig.layout.meta["alt"]
+    # Nothing is merged: sites of one layer, and heads, have panels or rows of their own.
+    heads = [{**row, "site": "blocks.0.attn.hook_z", "head": h} for row in rows[:4] for h in (0, 3)]
+    assert plots.interchange(heads).data[0].y == ("0, head 0", "0, head 3")
+    both = [r for r in [*heads, *rows[:4]] if r["pos"] == "0"]
+    panels = {axis for axis in plots.interchange(both).to_dict()["layout"] if axis.startswith("yaxis")}
+    assert len(panels) == 3
 
 
 def tags(fig: go.Figure) -> set[str]:

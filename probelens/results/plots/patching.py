@@ -85,7 +85,7 @@ def patch_heatmap(
     finite = shown[np.isfinite(shown)]
     if not finite.size:
         raise InputError("patch_heatmap got no finite value: nothing was measured, or the gap was 0 everywhere.")
-    labels, axis = _site_axis(sites)
+    labels, axis = site_axis(sites)
     hover, rows = [], []
     for i, site in enumerate(sites):
         line = []
@@ -172,7 +172,7 @@ def site_name(site: object) -> str:
     return site.removeprefix("hook_")
 
 
-def _site_axis(sites: Sequence[object]) -> tuple[list[str], str]:
+def site_axis(sites: Sequence[object]) -> tuple[list[str], str]:
     """Labels of the rows and the axis title: layers alone where all sites are one kind of point."""
     split = [re.fullmatch(r"blocks\.(\d+)\.(.+)", site) if isinstance(site, str) else None for site in sites]
     kinds = {match[2].replace("hook_", "") for match in split if match}
