@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from probelens.ablation.controls import CONTROLS, Control, label_asked, label_of, with_controls
+from probelens.ablation.given import Given, goes_with, names_given, strata_given
 from probelens.ablation.result import AblationResult
 from probelens.ablation.scoring import Metric, accuracy_chance, after, run, score
 from probelens.errors import InputError, metric_name
@@ -45,6 +46,7 @@ def ablate(
     rank: int | None = None,
     label: str | None = None,
     target: str | None = None,
+    given: Given = None,
     kinds: Sequence[Control] = CONTROLS,
     alpha: float = 1.0,
     mlp: bool = True,
@@ -78,6 +80,9 @@ def ablate(
         rank: At most so many directions of a ProbeResult, the first ones by the definition; None for all.
         label: The variable that the subspaces are about; needed unless the batch has one label.
         target: The label that the model answers with; ``label`` if None.
+        given: Labels that the subspaces leave alone. A probe can read the variable through a label that goes with it, so
+            the refitted probes then read rows in which these labels tell as little of it as can be, and what they do
+            tell is a baseline: "erased" then means that nothing is read beyond them. See ``erase``.
         kinds: Controls: random subspaces of equal rank, of equal variance removed, and the top
             principal components of equal rank.
         alpha: Strength: 1 removes the subspace, 0 nothing.
@@ -119,6 +124,7 @@ def ablate(
     need_wrapped(model)
     label = label_asked(batch, subspaces, label)
     target = label_of(batch, target, "target") if target is not None else label
+    strata, goes = strata_given(batch, given, label), goes_with(batch, label, target, seed)
     spaces = by_point(model, spaces_of(subspaces, label, directions, rank))
     if controls < 0 or not 0 <= alpha <= 1:
         raise InputError(f"controls must be at least 0 and alpha from 0 to 1, got {controls} and {alpha}")
@@ -134,11 +140,13 @@ def ablate(
     refits: list[Tensor] = []
     for row in (row for row in rows if row["condition"] == "target"):
         site = row["site"]
+        row.update(association=goes, given=", ".join(names_given(given, label)) or None)
         if refit:
             new = after(model, batch, acts, site, spaces[site], alpha, batch_size)
             found, by_position = refit_check(
-                acts[site], new, batch.labels[label], batch.mask, groups_of(batch), mlp=mlp, margin=margin, seed=seed
-            )
+                acts[site], new, batch.labels[label], batch.mask, groups_of(batch), mlp=mlp, margin=margin,
+                given=strata, seed=seed,
+            )  # fmt: skip
             row.update(found)
             refits.append(by_position)
         row["verdict"] = verdict(

@@ -67,6 +67,15 @@ EFFECT = (
     _target("damage_random_matched", float | None, "Mean damage of random subspaces that remove equal variance."),
     _target("damage_pca", float | None, "Damage of the top principal components."),
 )
+GIVEN = (
+    _target(
+        "association",
+        float | None,
+        "Mutual information of the variable and the label that the model answers with, as a share of the smaller entropy, "
+        "less what chance gives; None for the same label.",
+    ),
+    Column("given", str | None, "Labels given which the variable was erased.", on=TARGETS),
+)
 REFIT = (
     _refitted("probe_accuracy", float, "Accuracy of a linear probe before the ablation."),
     _refitted("refit_accuracy", float, "Accuracy of a linear probe fitted after it."),
@@ -77,7 +86,8 @@ REFIT = (
     _refitted("refit_position_accuracy", float, "Accuracy of linear probes fitted after it, one at each position."),
     _refitted("majority", float, "Accuracy of the most frequent class."),
     _refitted("position_baseline", float, "Accuracy of the best guess from the position alone."),
-    _refitted("baseline", float, "The larger of the two."),
+    _refitted("given_baseline", float | None, "Accuracy of the best guess from the labels given; None without them."),
+    _refitted("baseline", float, "The largest of them."),
     _refitted(
         "powered",
         bool | None,
@@ -109,4 +119,4 @@ VERDICT = Column(
     '"floor", "tautological", "inconclusive", "absent", "erased" or "not refitted": see `ablate`.',
     on=TARGETS,
 )
-ABLATION = (*SITE, *CONDITION, *SCORES, *EFFECT, *REFIT, VERDICT)
+ABLATION = (*SITE, *CONDITION, *SCORES, *EFFECT, *GIVEN, *REFIT, VERDICT)

@@ -19,13 +19,14 @@ from torch import Tensor
 from probelens.ablation.ablate import MARGIN, ablate
 from probelens.ablation.columns import ABLATION
 from probelens.ablation.controls import CONTROLS, Control, check_activations, label_of
+from probelens.ablation.given import Given, strata_given
 from probelens.ablation.result import AblationResult
 from probelens.ablation.scoring import Metric
 from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped, resolve
 from probelens.hooks.shorthand import LAYER_AXIS, Names
-from probelens.probing.refit import chance_margin, guess_accuracy
+from probelens.probing.refit import balanced, chance_margin, guess_accuracy
 from probelens.probing.splits import groups_of, real_tokens, split_by_group
 from probelens.results.columns import Column
 from probelens.results.progress import progress_bar
@@ -33,7 +34,7 @@ from probelens.results.rows import Rows
 from probelens.results.sentences import count, place, share
 from probelens.running.collect import collect
 from probelens.subspaces.inlp import Inlp, inlp
-from probelens.subspaces.leace import Eraser, LeaceFitter
+from probelens.subspaces.leace import ConditionalLeaceFitter, Eraser, LeaceFitter
 from probelens.subspaces.subspace import Subspace
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class ErasureResult(Rows):
         said = f"A fresh linear probe is at chance at {share(done, len(self.rows), 'site')}"
         said += "." if done == len(self.rows) else f"; furthest above it at {place(far)}: {far['reached']}."
         return [
-            f"{self.label!r} erased by {self.method.upper()}, rank {'–'.join(map(str, dict.fromkeys([ranks[0], ranks[-1]])))}, "
+            f"{self.label!r} erased by {self.method.upper()}{_given(self.rows[0])}, rank {'–'.join(map(str, dict.fromkeys([ranks[0], ranks[-1]])))}, "
             f"fitted on {count(self.rows[0]['n_fit'], 'sequence')}.",
             said,
             *self.ablation.findings(),
@@ -118,6 +119,7 @@ def erase(
     *,
     label: str | None = None,
     target: str | None = None,
+    given: Given = None,
     method: Method = "leace",
     sites: Names = LAYER_AXIS,
     metric: Metric = "accuracy",
@@ -145,12 +147,22 @@ def erase(
     Both guard against linear probes only. ``refit_mlp_accuracy`` and ``refit_position_accuracy``
     say what is still there in another form, and then the verdict is "inconclusive".
 
+    A label that the model doesn't use, but that goes with one that it does, costs answers when it is erased, because
+    the other one goes with it. ``given="other"`` erases only what the label tells beyond the other: covariances are
+    those within strata, the rows of one value of the other label, pooled. The check is conditional too. A fresh probe
+    can still read the label through the other one, which stays; so it reads rows in which the other tells as little of
+    the label as can be (of two classes in a stratum equally many), and ``baseline`` counts what it does tell. "erased" then
+    means: nothing is read beyond what is given. INLP is fitted on such rows, but the rows of its probes that it takes away may
+    hold some of the given label: LEACE is the method for this.
+
     Args:
         model, target, metric, controls, kinds, mlp, batch_size, memory, seed, progress: As for ``ablate``.
         fit_batch: Sequences that erasers are fitted on. tokens (example, pos).
         held_batch: Other sequences: fresh probes are trained and tested on them, split by sequence,
             and the model is measured on all of them.
         label: The variable to erase; needed unless the batch has one label.
+        given: A label, or several, that ``label`` goes with and that are to stay; ``association`` and the findings say
+            where one is needed.
         method: "leace", or "inlp" (Ravfogel et al. 2020).
         sites: Hook points; the layer axis by default.
         margin: Largest distance from its baseline at which a probe is at chance.
@@ -180,16 +192,17 @@ def erase(
     label = label_of(fit_batch, label, "label")
     target = label_of(held_batch, label_of(held_batch, label, "label") if target is None else target, "target")
     _require_disjoint(fit_batch, held_batch)
+    strata = strata_given(fit_batch, given, label)
     names = [point.name for point in resolve(model, sites)]
     spaces: dict[str, Subspace | Eraser]
     with _faster_backend(model):
         if method == "leace":
-            spaces = _leace(model, fit_batch, names, label, batch_size, progress)
+            spaces = _leace(model, fit_batch, names, label, strata, batch_size, progress)
         else:
-            spaces = _inlp(model, fit_batch, names, label, margin, max_rank, batch_size, seed, progress)
+            spaces = _inlp(model, fit_batch, names, label, strata, margin, max_rank, batch_size, seed, progress)
         ablation = ablate(
-            model, held_batch, spaces, metric, True, controls, label=label, target=target, kinds=kinds, mlp=mlp,
-            margin=margin, batch_size=batch_size, memory=memory, seed=seed, progress=progress,
+            model, held_batch, spaces, metric, True, controls, label=label, target=target, given=given,
+            kinds=kinds, mlp=mlp, margin=margin, batch_size=batch_size, memory=memory, seed=seed, progress=progress,
         )  # fmt: skip
     rows = [_row(row, spaces[row["site"]], method, len(fit_batch), margin) for row in ablation.targets()]
     return ErasureResult(rows, dict(spaces), ablation, method, label, margin)
@@ -210,36 +223,46 @@ def _row(row: dict[str, Any], space: Any, method: str, n_fit: int, margin: float
     return out
 
 
+def _given(row: dict[str, Any]) -> str:
+    return f" given {row['given']}" if row.get("given") else ""
+
+
 def _leace(
-    model: HookedModel, batch: Any, names: list[str], label: str, batch_size: int, progress: bool
-) -> dict[str, Any]:
-    fitters = {name: LeaceFitter() for name in names}
+    model: HookedModel, batch: Any, names: list[str], label: str, strata: Tensor | None, batch_size: int,
+    progress: bool,
+) -> dict[str, Any]:  # fmt: skip
+    fitters = {name: LeaceFitter() if strata is None else ConditionalLeaceFitter() for name in names}
     chunks = torch.arange(len(batch)).split(max(batch_size, 1))
     with progress_bar(len(chunks), "fitting LEACE", progress) as bar:
         for rows in chunks:
             part = batch[rows]
             acts = _activations(model, part, names, batch_size)
             for name, fitter in fitters.items():
-                fitter.update(acts[name], part.labels[label], part.mask)
+                if isinstance(fitter, ConditionalLeaceFitter):
+                    assert strata is not None
+                    fitter.update(acts[name], part.labels[label], strata[rows], part.mask)
+                else:
+                    fitter.update(acts[name], part.labels[label], part.mask)
             bar.update(1)
     return {name: fitter.eraser for name, fitter in fitters.items()}
 
 
 def _inlp(
-    model: HookedModel, batch: Any, names: list[str], label: str, margin: float, max_rank: int | None,
-    batch_size: int, seed: int, progress: bool,
+    model: HookedModel, batch: Any, names: list[str], label: str, strata: Tensor | None, margin: float,
+    max_rank: int | None, batch_size: int, seed: int, progress: bool,
 ) -> dict[str, Any]:  # fmt: skip
     acts = _activations(model, batch, names, batch_size)
     labels = batch.labels[label]
     kept = groups_of(batch)
     groups = kept[:, None].expand(labels.shape)
+    mask = batch.mask if strata is None else balanced(labels, batch.mask, strata, seed)
     # INLP splits in the same way, so this is what can be guessed on its test rows.
-    baseline = max(guess_accuracy(labels, batch.mask, split_by_group(kept, seed=seed)))
+    baseline = max(guess_accuracy(labels, mask, split_by_group(kept, seed=seed), strata))
     out: dict[str, Any] = {}
     with progress_bar(len(names), "running INLP", progress) as bar:
         for name in names:
             out[name] = inlp(
-                acts[name], labels, groups, mask=batch.mask, baseline=baseline, margin=margin, max_rank=max_rank,
+                acts[name], labels, groups, mask=mask, baseline=baseline, margin=margin, max_rank=max_rank,
                 seed=seed, label=f"inlp {label}",
             )  # fmt: skip
             bar.update(1)

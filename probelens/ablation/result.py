@@ -10,6 +10,7 @@ from torch import Tensor
 
 from probelens.ablation.columns import ABLATION
 from probelens.ablation.controls import CONTROLS
+from probelens.ablation.given import warning
 from probelens.ablation.scoring import COST
 from probelens.results.rows import Rows
 from probelens.results.sentences import between, count, fixed, hundredths, layers, percent, place, points, valued
@@ -91,6 +92,7 @@ class AblationResult(Rows):
             f"{costs.doubt(worst)}.{_effect(worst, draws)}",
             costs.controls(r for r in self.rows if r["site"] == worst["site"]),
             _refit(worst),
+            warning(worst, self.label, self.target),
             f"Verdict: {'; '.join(said)}.",
         ]
         return [line for line in lines if line]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probelens.errors import ShapeError
+from probelens.errors import InputError, ShapeError
 from probelens.numerics.modes import exact
 from probelens.numerics.stats import ratio_of_means
 from probelens.numerics.tensors import class_numbers, tensor_of
@@ -23,7 +23,8 @@ from probelens.probing.power import residue_power
 from probelens.probing.solvers.logistic import DEFAULT_CS
 from probelens.probing.splits import FRACTIONS, Split, split_by_group
 
-__all__ = ["PositionProbes", "chance_margin", "guess_accuracy", "position_probes", "refit_accuracy", "refit_check"]
+__all__ = ["PositionProbes", "balanced", "chance_margin", "guess_accuracy", "position_probes", "refit_accuracy"]
+__all__ += ["refit_check"]
 
 _ALPHAS = tuple(10.0**k for k in range(-3, 4))
 
@@ -84,15 +85,16 @@ def position_probes(x: Tensor, labels: Tensor, mask: Tensor, split: Split) -> Po
     return PositionProbes(share(hits[keep]), by_position(hits, keep), _ALPHAS[best])
 
 
-def guess_accuracy(labels: Tensor, mask: Tensor, split: Split) -> tuple[float, float]:
-    """Test accuracy of guesses without activations: of a constant, and from the position alone.
+def guess_accuracy(labels: Tensor, mask: Tensor, split: Split, given: Tensor | None = None) -> tuple[float, ...]:
+    """Test accuracy of guesses without activations: of a constant, from the position alone, and from strata.
 
     Args:
         labels, mask, split: As for ``position_probes``.
+        given: Ids of strata. (n, pos)
 
     Returns:
         Of the most frequent class of the test rows themselves, which no constant guess beats, and of the class most
-        frequent in training at each position.
+        frequent in training at each position; with ``given`` also of the one most frequent in training in each stratum.
 
     Examples:
         >>> y = torch.tensor([[0, 1, 1]] * 10)
@@ -102,7 +104,8 @@ def guess_accuracy(labels: Tensor, mask: Tensor, split: Split) -> tuple[float, f
     labels, known = class_numbers(labels, mask)
     k, truth, keep = len(known), labels[split.test], mask[split.test]
     most = torch.bincount(truth[keep]).max().item() / int(keep.sum())
-    return most, share((_common(labels, mask, split, k) == truth)[keep])
+    position = share((_common(labels, mask, split, k) == truth)[keep])
+    return (most, position) if given is None else (most, position, _guess_from(given, labels, mask, split))
 
 
 def chance_margin(baseline: float, margin: float) -> float:
@@ -217,6 +220,62 @@ def _gap(before: Tensor, after: Tensor, keep: Tensor, groups: Tensor) -> dict[st
     return {"refit_gap": float(found.estimate), **ends}
 
 
+def balanced(labels: Tensor, mask: Tensor, given: Tensor, seed: int = 0) -> Tensor:
+    """Rows in which strata tell as little as possible of a label, at the cost of its most frequent class in each.
+
+    A label that was erased given another can still be read through that other one, which stays. So in every stratum the
+    most frequent class keeps as many rows, chosen at random, as the second one has: of two classes the stratum then tells
+    nothing. A stratum of one class tells its rows' label whatever a probe reads, and is left out.
+
+    Args:
+        labels: Class ids. (n, pos)
+        mask: Where labels count. (n, pos)
+        given: Ids of the strata. (n, pos)
+        seed: Of the choice.
+
+    Returns:
+        The rows that are kept. (n, pos)
+
+    Raises:
+        InputError: Every stratum holds one class only.
+
+    Examples:
+        >>> y, given = torch.tensor([[0, 0, 0, 1, 1, 1]]), torch.tensor([[0, 0, 0, 0, 1, 1]])
+        >>> kept = balanced(y, torch.ones(1, 6, dtype=torch.bool), given)
+        >>> kept.sum(), kept[0, 3:]
+        (tensor(2), tensor([ True, False, False]))
+    """
+    out = torch.zeros_like(mask)
+    rng = torch.Generator().manual_seed(seed)
+    y, strata, flat = labels[mask], given.to(labels.device)[mask], out.view(-1)
+    where = mask.view(-1).nonzero().squeeze(1)
+    for stratum in strata.unique():
+        rows = (strata == stratum).nonzero().squeeze(1)
+        counts = torch.bincount(y[rows])
+        most = counts.argmax()
+        second = int(counts.where(torch.arange(len(counts), device=counts.device) != most, 0).max())
+        if not second:
+            continue
+        frequent = rows[y[rows] == most]
+        chosen = frequent[torch.randperm(len(frequent), generator=rng)[:second].to(frequent.device)]
+        flat[where[torch.cat([chosen, rows[y[rows] != most]])]] = True
+    if not bool(out.any()):
+        raise InputError(
+            "what is given tells the label wholly: each of its strata holds one class, so nothing can be read beyond it"
+        )
+    return out
+
+
+def _guess_from(given: Tensor, labels: Tensor, mask: Tensor, split: Split) -> float:
+    """Test accuracy of the class most frequent in training at each stratum."""
+    k, strata = int(labels[mask].max()) + 1, given.to(labels.device)
+    ids = strata.where(mask, 0)
+    train, test = mask[split.train], mask[split.test]
+    seen = torch.zeros(int(ids.max()) + 1, k, dtype=torch.long, device=labels.device)
+    seen.index_put_((ids[split.train][train], labels[split.train][train]), torch.tensor(1), accumulate=True)
+    return share(seen.argmax(1)[ids[split.test][test]] == labels[split.test][test])
+
+
 @exact
 def refit_check(
     clean: Tensor,
@@ -227,6 +286,7 @@ def refit_check(
     *,
     mlp: bool = True,
     margin: float = 0.02,
+    given: Tensor | None = None,
     seed: int = 0,
 ) -> tuple[dict[str, Any], Tensor]:
     """All probes that an ablation is tested with, trained and tested on ablated activations.
@@ -240,10 +300,13 @@ def refit_check(
         Those of ``refit_accuracy``.
         margin: A probe reads the label when its accuracy is above the baseline by more than this, or by more than a
             quarter of what is left to read where that is less.
+        given: Strata, ids of what the label was erased given. Then all probes read ``balanced`` rows, in which the
+            strata tell little or nothing of the label, and what they do tell is a baseline too. (n, pos)
 
     Returns:
         What ``refit_accuracy`` returns, with refit_position_accuracy (one probe per position), majority,
-        position_baseline (best guess from the position alone), baseline (the larger of the two), readable_before and
+        position_baseline (best guess from the position alone), given_baseline (best guess from the stratum; None without
+        ``given``), baseline (the largest of them), readable_before and
         readable_after (whether any probe reads the label), probe_position_accuracy and probe_mlp_accuracy (before; None
         where others answered that already); and where no probe reads the label after, whether these probes read a
         residue planted there (powered), how well (residue_accuracy), and with how many sequences they would (n_needed,
@@ -253,12 +316,15 @@ def refit_check(
         The refitted probe: arXiv 2606.00926 v2; the MLP: Ravfogel et al. 2020, arXiv 2004.07667, section 5.
     """
     labels, _ = class_numbers(labels, mask)
+    if given is not None:
+        mask = balanced(labels, mask, given, seed)
     row, by_position = refit_accuracy(clean, ablated, labels, mask, groups, mlp=mlp, seed=seed)
     split = split_by_group(groups, FRACTIONS, seed)
-    majority, position = guess_accuracy(labels, mask, split)
+    majority, position, *stratum = guess_accuracy(labels, mask, split, given)
     row["refit_position_accuracy"] = position_probes(ablated, labels, mask, split).accuracy
     # What the position alone tells isn't counted as read.
-    row.update(majority=majority, position_baseline=position, baseline=max(majority, position))
+    row.update(majority=majority, position_baseline=position, given_baseline=stratum[0] if stratum else None)
+    row["baseline"] = max(majority, position, *stratum)
     bar = row["baseline"] + chance_margin(row["baseline"], margin)
     after = [row["refit_accuracy"], row["refit_mlp_accuracy"], row["refit_position_accuracy"]]
     row["readable_after"] = any(found is not None and found > bar for found in after)

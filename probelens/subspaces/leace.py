@@ -16,7 +16,7 @@ from probelens.results.result import Result
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Eraser", "LeaceFitter", "leace"]
+__all__ = ["ConditionalLeaceFitter", "Eraser", "LeaceFitter", "leace"]
 
 _CHUNK = 8192  # rows converted to float64 at once
 _MAX_CLASSES = 20_000  # of more, such as hashes, the covariance would fill the memory
@@ -263,11 +263,125 @@ class LeaceFitter:
         return Eraser(left, right, self.mean, s.clamp(max=1.0), "leace")
 
 
-def leace(X: Tensor, y: Tensor, mask: Tensor | None = None, *, tol: float = 1e-8) -> Eraser:
+class ConditionalLeaceFitter:
+    """Fits a LEACE eraser of a label given another one: of what it tells beyond that one.
+
+    Everything is centred on the means of the strata, the rows of one value of what is given, and pooled over them:
+    Σ_xx, Σ_xz and Σ_zz are the covariances within strata. So after erasing, the covariance of activations and
+    label, pooled within strata, is zero. Where both labels add up in the activations, their class means are then
+    equal within every stratum; where a label has another direction in each stratum, they needn't be, and a probe
+    within strata shows it.
+
+    Σ_xx is the one within strata too, so the eraser reads the label from what varies while the given one doesn't, and takes
+    that wholly away. With the total Σ_xx it would read how the label differs from what the given one predicts of it, and
+    leave the prediction in the label's place: a model that reads the label there would go on nearly as before.
+
+    Args:
+        tol: Canonical correlations up to this count as zero.
+
+    Raises:
+        InputError: ``tol`` outside [0, 1).
+
+    Units:
+        Memory: d² + d k numbers in float64, and d + k for each stratum. Time: as for ``LeaceFitter``.
+
+    Source:
+        Belrose et al. 2023, arXiv 2306.03819, theorem 4.2, with covariances within strata (partial covariances).
+
+    Examples:
+        >>> gen = torch.Generator().manual_seed(0)
+        >>> y = torch.randint(2, (4000,), generator=gen)
+        >>> z = torch.where(torch.rand(4000, generator=gen) < 0.9, y, 1 - y)
+        >>> x = torch.stack([y, z, torch.randn(4000, generator=gen)], 1) + 0.1 * torch.randn(4000, 3, generator=gen)
+        >>> moved = (ConditionalLeaceFitter().update(x, z, y).eraser(x) - x).abs().mean(0)
+        >>> bool(moved[1] > 0.4), bool(moved[0] < 0.01)  # z goes, y stays
+        (True, True)
+    """
+
+    def __init__(self, *, tol: float = 1e-8) -> None:
+        self._within = LeaceFitter(tol=tol)
+        self._strata: dict[int, LeaceFitter] = {}
+
+    @property
+    def n(self) -> int:
+        """Rows collected."""
+        return sum(part.n for part in self._strata.values())
+
+    @property
+    def n_strata(self) -> int:
+        """Strata that occurred."""
+        return len(self._strata)
+
+    def update(self, X: Tensor, y: Tensor, given: Tensor, mask: Tensor | None = None) -> ConditionalLeaceFitter:
+        """Add a batch.
+
+        Args:
+            X: Activations. (..., d)
+            y: What to erase, as for ``LeaceFitter.update``. (...) or (..., k)
+            given: Integer ids of the strata. (...)
+            mask: True for the rows to use. (...)
+
+        Returns:
+            The fitter itself.
+
+        Raises:
+            ShapeError: Labels, mask or width that don't fit.
+            InputError: NaN, negative class ids, or strata that aren't integers.
+        """
+        x, z, strata = flat_rows(X, y, given, mask=mask)
+        if strata.ndim != 1 or strata.is_floating_point():
+            raise InputError("strata must be integer ids, one per row: numbers have none. Round or bin them first")
+        for stratum in strata.unique().tolist():
+            rows = (strata == stratum).to(x.device)
+            part = self._strata.setdefault(stratum, LeaceFitter())
+            part.update(x[rows], z[rows.to(z.device)])
+            self._pool(part)
+        return self
+
+    def _pool(self, part: LeaceFitter) -> None:
+        """Add the sums of a stratum to those within all, and leave it its means, which later batches are joined at."""
+        moved = LeaceFitter()
+        # Centred on its own mean, a stratum has no part in the sums between strata.
+        moved._merge(part.n, part.mean * 0, part._mean_z * 0, part._xx, part._xz, part._zz, part._ids)
+        self._within.merge(moved)
+        part._xx, part._xz, part._zz = (
+            torch.zeros((), dtype=t.dtype, device=t.device).expand_as(t) for t in (part._xx, part._xz, part._zz)
+        )
+
+    @property
+    def eraser(self) -> Eraser:
+        """The eraser of everything collected so far.
+
+        Raises:
+            InputError: No rows, or a label that is constant within every stratum.
+        """
+        within, parts = self._within, list(self._strata.values())
+        within._need_rows()
+        mean = torch.stack([part.n / self.n * part.mean for part in parts]).sum(0)
+        mean_z = torch.stack([part.n / self.n * self._every(part) for part in parts]).sum(0)
+        if not bool((within._zz.diagonal() > 1e-24 * mean_z.square() * self.n).any()):
+            raise InputError(
+                f"the label is constant within each of the {len(parts)} strata of what is given, which tells it wholly: "
+                "there is nothing to erase beyond that"
+            )
+        whole = LeaceFitter(tol=within.tol)
+        whole._merge(self.n, mean, mean_z, within._xx, within._xz, within._zz, within._ids)
+        return whole.eraser
+
+    def _every(self, part: LeaceFitter) -> Tensor:
+        """Class shares of a stratum, zero for classes that it lacks."""
+        ids, every = part._ids, self._within._ids
+        return part._mean_z if ids is None or every is None else _placed(part._mean_z, ids, every)
+
+
+def leace(
+    X: Tensor, y: Tensor, mask: Tensor | None = None, *, given: Tensor | None = None, tol: float = 1e-8
+) -> Eraser:
     """The least-squares eraser of a label, in one call.
 
     Args:
         Those of ``LeaceFitter.update``.
+        given: Ids of strata, to erase only what the label tells beyond them; see ``ConditionalLeaceFitter``. (...)
         tol: Canonical correlations up to this count as zero.
 
     Returns:
@@ -275,7 +389,7 @@ def leace(X: Tensor, y: Tensor, mask: Tensor | None = None, *, tol: float = 1e-8
 
     Raises:
         ShapeError: Labels or mask that don't fit.
-        InputError: NaN, negative class ids, or one class only.
+        InputError: NaN, negative class ids, or one class only (in every stratum).
 
     Source:
         Belrose et al. 2023, arXiv 2306.03819.
@@ -287,6 +401,8 @@ def leace(X: Tensor, y: Tensor, mask: Tensor | None = None, *, tol: float = 1e-8
         >>> bool(torch.allclose(after[y == 0].mean(0), after[y == 1].mean(0), atol=1e-6))
         True
     """
+    if given is not None:
+        return ConditionalLeaceFitter(tol=tol).update(X, y, given, mask).eraser
     return LeaceFitter(tol=tol).update(X, y, mask).eraser
 
 

@@ -1,0 +1,54 @@
+"""Labels that go together: what is erased given another label, and the warning where none was given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from probelens.ablation.controls import label_of
+from probelens.errors import InputError
+from probelens.numerics.association import ASSOCIATED, association, strata_of
+from probelens.results.sentences import percent
+
+Given = str | Sequence[str] | None
+
+
+def names_given(given: Given, label: str) -> list[str]:
+    """The labels that are given, without repetition; InputError where the label itself is one of them."""
+    names = [given] if isinstance(given, str) else list(dict.fromkeys(given or ()))
+    if label in names:
+        raise InputError(
+            f"given={given!r}: {label!r} is what is erased, so it can't be given. Give the labels it goes with."
+        )
+    return names
+
+
+def strata_given(batch: Any, given: Given, label: str) -> Tensor | None:
+    """Strata of a batch by the labels that are given, (example, pos); None where none is."""
+    names = names_given(given, label)
+    for name in names:
+        if batch.labels[label_of(batch, name, "given")].is_floating_point():
+            raise InputError(f"given={name!r} holds numbers, which have no strata. Give it in classes: bin it first.")
+    return strata_of([batch.labels[name] for name in names]) if names else None
+
+
+def goes_with(batch: Any, label: str, target: str, seed: int = 0) -> float | None:
+    """The association of a label with the one that the model answers with; None for one and the same, or numbers."""
+    ours, theirs = batch.labels[label], batch.labels[target]
+    if label == target or ours.is_floating_point() or theirs.is_floating_point():
+        return None
+    return association(ours, theirs, batch.mask, seed=seed)
+
+
+def warning(row: Mapping[str, Any], label: str, target: str) -> str:
+    """A sentence for a label that goes with the target, where it wasn't erased given the target; "" otherwise."""
+    found = row.get("association")
+    if found is None or found < ASSOCIATED or target in (row.get("given") or "").split(", "):
+        return ""
+    return (
+        f"{label!r} goes with {target!r}, which the model answers with: they share {percent(found)} of the smaller entropy. "
+        f"So this cost may be that of removing {target!r}, and says little about {label!r}. "
+        f"Erase it given the other: pl.erase(..., label={label!r}, target={target!r}, given={target!r})."
+    )
