@@ -131,13 +131,15 @@ class Generic(Adapter):
 
     Its first argument is the input, its first output tensor the logits. ``blocks`` is the path of the ``ModuleList``
     (or ``Sequential``) of blocks, or a list of paths; ``embed``, ``ln_final`` and ``unembed`` are paths as far as these
-    exist.
+    exist. ``batch_first`` says whether the blocks run (batch, pos, d) or (pos, batch, d), where that can't be found out by
+    running the model on a few examples.
     """
 
     name = "generic"
     priority = 0
     any_module = True
-    options = ("blocks", "embed", "ln_final", "unembed", "tokenizer")
+    options = ("blocks", "embed", "ln_final", "unembed", "tokenizer", "batch_first")
+    layout = "unknown"
 
     def __init__(
         self,
@@ -147,9 +149,10 @@ class Generic(Adapter):
         ln_final: str | None = None,
         unembed: str | None = None,
         tokenizer: Any = None,
+        batch_first: bool | None = None,
     ) -> None:
         super().__init__(module)
-        self.tokenizer = tokenizer
+        self.tokenizer, self.batch_first = tokenizer, batch_first
         if blocks is None:
             raise InputError(
                 f"the generic adapter needs to know where the blocks of {type(module).__name__} are: "
@@ -199,6 +202,11 @@ class Generic(Adapter):
         if options.get("blocks") is None and cls.matches(module):
             return GenericHF(module, **options)
         return cls(module, **options)
+
+    @contextlib.contextmanager
+    def starting_at(self, layer: int, resid: Tensor) -> Iterator[None]:
+        with super().starting_at(layer, resid.movedim(0, self.resid_axis)):
+            yield
 
     def block_points(self, layer: int, path: str) -> list[HookPoint]:
         block = submodule(self.module, path)

@@ -74,6 +74,7 @@ class Remote(Adapter):
     name = "nnsight"
     differentiable = False
     has_weights = False
+    tries_layout = False
 
     def __init__(self, known: Adapter, model: Any, remote: bool | str) -> None:
         super().__init__(known.module)

@@ -51,6 +51,8 @@ class TorchRNN(Adapter):
     ) -> None:  # fmt: skip
         super().__init__(module)
         self.tokenizer = tokenizer
+        # A module that holds recurrent layers may step them in a loop of its own.
+        self.layout = "known" if isinstance(module, nn.RNNBase) else "calls"
         # Each block: the path of its module and which of that module's layers it is.
         self.layers: list[tuple[str, int]] = []
         layers = own_layers(module)

@@ -68,6 +68,7 @@ class TransformerLens(Adapter):
     """
 
     name = "transformer-lens"
+    tries_layout = False
     priority = 80
 
     def __init__(self, module: nn.Module) -> None:

@@ -40,8 +40,8 @@ from .hooks import edits as edits
 from .hooks.adapter import Adapter as Adapter
 from .hooks.cache import ActivationCache as ActivationCache
 from .hooks.model import HookedModel as HookedModel
+from .hooks.passes.at import at as at
 from .hooks.points import HookPoint as HookPoint
-from .hooks.points import at as at
 from .hooks.wrapping import wrap as wrap
 from .models import training as training
 from .models.loading import load as load

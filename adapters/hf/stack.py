@@ -239,15 +239,19 @@ class _Unflattened:
     """A switchboard whose hooks see (batch, pos, ...) although the module gets (batch · pos, ...)."""
 
     def __init__(self, switchboard: Switchboard, shapes: dict[int, tuple[int, int]]) -> None:
-        self.root = switchboard.root
+        self.root, self.passes, self.layouts = switchboard.root, switchboard.passes, switchboard.layouts
+        self.listeners = switchboard.listeners
         self._switchboard = switchboard
         self._shapes = shapes
 
-    def fire(self, name: str, tensor: Tensor) -> Tensor:
+    def fire(
+        self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None, last_use: bool = False,
+        call: int | None = None,
+    ) -> Tensor:  # fmt: skip
         if tensor.ndim != 2:
-            return self._switchboard.fire(name, tensor)
+            return self._switchboard.fire(name, tensor, pos, length, last_use, call)
         seen = tensor.unflatten(0, self._shapes[threading.get_ident()])
-        new = self._switchboard.fire(name, seen)
+        new = self._switchboard.fire(name, seen, pos, length, last_use, call)
         return tensor if new is seen else new.flatten(0, 1)
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from probelens.hooks.forwards import (
     stopped_before,
     submodule,
 )
+from probelens.hooks.passes.current import arguments
 from probelens.hooks.points import NOTES, HookPoint, boundary, interior
 from probelens.hooks.switchboard import Switchboard, Tap
 
@@ -49,6 +49,11 @@ class Adapter:
     # Whether the options say all there is to know, so that the adapter takes modules it doesn't match.
     any_module: ClassVar[bool] = False
     differentiable: ClassVar[bool] = True
+    # What is known of its points: all, the axes but not the number of calls, or neither. The rest is tried.
+    layout: Literal["known", "calls", "unknown"] = "known"
+    tries_layout: ClassVar[bool] = True
+    batch_first: bool | None = None
+    resid_axis: int = 0  # where blocks have their examples
     # Whether the weights that run are those of ``module``, so that edits of them count.
     has_weights: ClassVar[bool] = True
 
@@ -259,7 +264,7 @@ class Adapter:
         Returns:
             True where it is an argument by name; a forward that takes any keyword may ignore it.
         """
-        return keyword in _arguments(type(self.module).forward)
+        return keyword in arguments(type(self.module).forward)
 
     def tokenize(self, texts: list[str], prepend_bos: bool | None) -> tuple[Tensor, Tensor | None]:
         """Token ids of texts, padded to the longest.
@@ -442,8 +447,3 @@ class Adapter:
     def _block_or_readout(self, layer: int) -> nn.Module:
         path = self.blocks[layer] if layer < len(self.blocks) else self.after_blocks()
         return submodule(self.module, path)
-
-
-@functools.cache
-def _arguments(forward: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(forward).parameters)

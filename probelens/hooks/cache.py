@@ -1,11 +1,9 @@
-"""ActivationCache: the activations of one run by hook point name, and the hooks that record them."""
+"""ActivationCache: the activations of one run by hook point name."""
 
 from __future__ import annotations
 
-import bisect
 import copy
-import functools
-from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from typing import Any, Literal
 
 import torch
@@ -13,51 +11,11 @@ from torch import Tensor
 
 from probelens.errors import InputError, ShapeError, UnknownHookError, elsewhere
 from probelens.hooks.forwards import device_of
-from probelens.hooks.points import At, HookPoint
+from probelens.hooks.passes.recording import Slice, slice_positions
 from probelens.hooks.protocol import Wrapped
 from probelens.hooks.shorthand import Names, NameTable
-from probelens.hooks.switchboard import Entry
 
-__all__ = ["ActivationCache", "Slice", "slice_positions"]
-
-Slice = int | slice | list[int] | Tensor | tuple[Any, ...] | None
-"""Positions or examples: an int, a slice, a list, a tensor, `(start, stop)` as in TransformerLens, or None for all."""
-
-
-def slice_positions(tensor: Tensor, pos: Slice, axis: int = 1) -> Tensor:
-    """Positions of an activation. An int removes the axis; None keeps all.
-
-    Args:
-        tensor: (batch, pos, ...)
-        pos: None, int, slice, list or tensor of positions, or TransformerLens' ``(start, stop)``.
-        axis: Where the positions are.
-
-    Returns:
-        The positions kept, in the order asked for: (batch, kept, ...), or (batch, ...) for an int.
-
-    Raises:
-        ShapeError: The tensor has no position axis, a position is out of range, or none is left.
-    """
-    if pos is None:
-        return tensor
-    if tensor.ndim <= axis:
-        raise ShapeError(f"positions {pos!r} asked of a tensor of shape {tuple(tensor.shape)}: no position axis")
-    length = tensor.shape[axis]
-    if isinstance(pos, tuple):
-        pos = slice(*pos)
-    wanted = [pos] if isinstance(pos, int) else [] if isinstance(pos, slice) else [int(p) for p in pos]
-    bad = [p for p in wanted if not -length <= p < length]
-    if bad:
-        raise ShapeError(
-            f"position {bad[0]} asked for, but the sequence has {length}: allowed are {-length} to {length - 1}"
-        )
-    turned = tensor.movedim(axis, 0)
-    if isinstance(pos, int):
-        return turned[pos]
-    kept = turned[pos] if isinstance(pos, slice) else turned[wanted]
-    if not len(kept):
-        raise ShapeError(f"positions {pos!r} keep none of the {length}. Leave them out to keep all")
-    return kept.movedim(0, axis)
+__all__ = ["ActivationCache"]
 
 
 class ActivationCache(Mapping[str, Tensor]):
@@ -365,75 +323,3 @@ class ActivationCache(Mapping[str, Tensor]):
 def _stacked(parts: list[Tensor]) -> Tensor:
     """On the device of the last, where a model is spread over several."""
     return torch.stack([part.to(parts[-1].device) for part in parts])
-
-
-def recorders(
-    points: Iterable[HookPoint], incl_bwd: bool, device: Any, dtype: torch.dtype | None,
-    pos_slice: Slice, cache: dict[str, Any] | None = None, squeeze: bool = False,
-) -> tuple[dict[str, Any], list[Entry], list[Entry]]:  # fmt: skip
-    """A dict, and the entries for the forward and the backward pass that copy what they see at the points into it.
-
-    Gradients go under ``name + "_grad"``. A state point that is offered step by step fills a list with one tensor
-    (batch, ...) a step. ``squeeze`` leaves out a batch axis of size 1.
-    """
-    cache = {} if cache is None else cache
-
-    def kept_of(tensor: Tensor, hook: HookPoint, last_use: bool = False) -> Tensor:
-        kept = tensor.detach()
-        kept = kept if hook.pos is not None else slice_positions(kept, pos_slice, hook.pos_axis)
-        # A slice would hold the whole in memory, and backward may need what is in a graph.
-        last_use = last_use and pos_slice is None and not tensor.requires_grad
-        kept = kept.to(device=device, dtype=dtype, copy=not last_use)
-        return kept[0] if squeeze and len(kept) == 1 else kept
-
-    recorded: dict[str, list[int]] = {}
-
-    def record(tensor: Tensor, hook: HookPoint, suffix: str = "", last_use: bool = False) -> None:
-        name = hook.name + suffix
-        if hook.pos is None:
-            cache[name] = kept_of(tensor, hook, last_use)
-        elif _kept(hook.pos, hook.length, pos_slice):
-            steps = recorded.setdefault(name, [])
-            if hook.pos in steps or not isinstance(cache.get(name), list):
-                steps.clear()
-                cache[name] = []
-            # The backward pass visits steps in reverse.
-            place = bisect.bisect(steps, hook.pos)
-            steps.insert(place, hook.pos)
-            cache[name].insert(place, kept_of(tensor, hook))
-
-    def record_grad(tensor: Tensor, hook: HookPoint) -> None:
-        record(tensor, hook, "_grad")
-
-    keep = functools.partial(record, last_use=True)
-    fwd = [Entry(p, record, "fwd", reads=True, keep=keep) for p in points]
-    bwd = [Entry(p, record_grad, "bwd") for p in points] if incl_bwd else []
-    return cache, fwd, bwd
-
-
-def without_batch(hooks: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Hooks that see their tensor without its batch axis; a ShapeError when called with more than one example."""
-
-    def one(fn: Any) -> Any:
-        def call(tensor: Tensor, hook: HookPoint) -> Tensor | None:
-            if len(tensor) != 1:
-                raise ShapeError(
-                    f"remove_batch_dim needs a batch of 1, but {hook.name!r} has shape {tuple(tensor.shape)}"
-                )
-            new = fn(tensor[0], hook=hook)
-            return new[None] if isinstance(new, Tensor) else new
-
-        return call
-
-    return [(name, At(fn.positions, one(fn.fn)) if isinstance(fn, At) else one(fn)) for name, fn in hooks]
-
-
-def _kept(pos: int, length: int | None, wanted: Slice) -> bool:
-    if wanted is None:
-        return True
-    if isinstance(wanted, tuple):
-        wanted = slice(*wanted)
-    if isinstance(wanted, slice):
-        return length is None or pos in range(*wanted.indices(length))
-    several = [wanted] if isinstance(wanted, int) else [int(p) for p in wanted]
-    return pos in several or (length is not None and pos - length in several)

@@ -20,6 +20,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from probelens.errors import InputError, ShapeError
 from probelens.hooks.config import StopForward, first_argument, pick, put
+from probelens.hooks.passes.current import Passes
+from probelens.hooks.passes.turned import Layout, called_again
 from probelens.hooks.points import HookPoint, version_of
 
 
@@ -212,8 +214,16 @@ class Fires(Protocol):
     """What calls the hooks at the points of a module: a ``Switchboard``."""
 
     root: nn.Module
+    passes: Passes
+    layouts: dict[str, Layout]
 
-    def fire(self, name: str, tensor: Tensor) -> Tensor:
+    def listeners(self, name: str | None) -> list[Any]:
+        """The hooks at a point that this thread's calls reach."""
+
+    def fire(
+        self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None, last_use: bool = False,
+        call: int | None = None,
+    ) -> Tensor:  # fmt: skip
         """The tensor, or what the hooks at this point made of it."""
 
 
@@ -227,17 +237,29 @@ def attach_to_module(switchboard: Fires, point: HookPoint) -> list[Any]:
     def fire(value: Tensor | PackedSequence) -> tuple[bool, Any]:
         # What an interrupted forward left here must not reach the next one.
         moved.pop(threading.get_ident(), None)
+        if not switchboard.listeners(name):
+            return False, value
+        now, layout = switchboard.passes.now(), switchboard.layouts.get(name)
+        call = 0 if now is None else now.reach(name)
+        if point.call is not None and call != point.call:
+            return False, value
+        steps = layout is not None and layout.steps
+        if call and point.call is None and not steps:
+            raise called_again(name)
         tensor = value if isinstance(value, Tensor) else pad_packed_sequence(value, batch_first=True)[0]
         seen = site.to_hook(tensor) if isinstance(value, Tensor) else tensor
+        if layout is not None and isinstance(value, Tensor):
+            seen = layout.to_hook(seen, now)
         version = version_of(seen)
-        new = switchboard.fire(name, seen)
+        step = steps and layout is not None and seen.ndim < len(layout.axes or ())
+        new = switchboard.fire(name, seen, *((0, 1) if step else (None, None)), False, call)
         if new is seen:
             # What a hook writes into a view reaches the model; what it writes into a copy is put back.
             copied = site.scale != 1 or not isinstance(value, Tensor)
             if not copied or (version is not None and version_of(seen) == version):
                 return False, value
         if isinstance(value, Tensor):
-            back = site.from_hook(new)
+            back = site.from_hook(new if layout is None else layout.from_hook(new))
             if site.carry is not None:
                 moved[threading.get_ident()] = back - value
             return True, back

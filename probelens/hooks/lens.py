@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from probelens.errors import InputError, elsewhere
 from probelens.hooks.adapter import Adapter
-from probelens.hooks.cache import Slice, recorders
 from probelens.hooks.config import Call
 from probelens.hooks.inputs import need_tokenizer, tokens_of
 from probelens.hooks.names import Points
+from probelens.hooks.passes.recording import Slice, recorders
 from probelens.hooks.points import Direction, HookFn, HookPoint
 from probelens.hooks.shorthand import Names
 from probelens.hooks.switchboard import Entry, Switchboard

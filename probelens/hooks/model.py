@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from probelens.errors import HookNotFiredError, InputError
 from probelens.hooks.adapter import Adapter
-from probelens.hooks.cache import ActivationCache, Slice, recorders, without_batch
+from probelens.hooks.cache import ActivationCache
 from probelens.hooks.config import Call, ModelConfig, StopForward
 from probelens.hooks.forwards import eager
 from probelens.hooks.inputs import described, prepared
 from probelens.hooks.lens import TransformerLensMethods
 from probelens.hooks.names import Points
+from probelens.hooks.passes.layout import settle, settle_before
+from probelens.hooks.passes.recording import Slice, recorders, without_batch
 from probelens.hooks.points import Direction, HookFn, HookPoint
 from probelens.hooks.shorthand import Names
 from probelens.hooks.switchboard import Entry, Switchboard, check_fired
@@ -52,6 +54,7 @@ class HookedModel(TransformerLensMethods):
         self.adapter = adapter
         self.points = Points(adapter, weakref.ref(self))
         self.switchboard = Switchboard(module, adapter)
+        self.switchboard.passes.before = settle_before(weakref.ref(self))
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled: the module and what is known of it, which ``__setstate__`` wraps anew."""
@@ -198,8 +201,10 @@ class HookedModel(TransformerLensMethods):
         Raises:
             HookNotFiredError: The forward never reached block ``stop``.
         """
+        settle(self, call if start is None else None, start is not None or stop is not None)
         with contextlib.ExitStack() as stack:
             stack.enter_context(eager())
+            stack.enter_context(self.switchboard.passes.prepared())
             stack.enter_context(self.switchboard.instrumented(self.adapter.required_paths()))
             if stop is not None:
                 stack.enter_context(self.adapter.stopping_at(stop))
@@ -209,7 +214,7 @@ class HookedModel(TransformerLensMethods):
             try:
                 out = self.adapter.run(call)
             except StopForward as stopped:
-                return stopped.resid
+                return stopped.resid.movedim(self.adapter.resid_axis, 0)
         if stop is not None:
             raise HookNotFiredError(f"the forward of this {type(self.module).__name__} ended before block {stop}")
         return out

@@ -195,6 +195,10 @@ class Points(NameTable):
 
     def _own(self, name: str) -> HookPoint | None:
         """A point of the backend's own names, or at a path of the user's module."""
+        base, _, call = name.partition("#")
+        if call.isdecimal() and (point := self.named.get(self.alias(base)) or self._own(base)) is not None:
+            # One of several calls of a module in one forward.
+            return self._take(point.during(name=f"{point.name}#{int(call)}", call=int(call), aliases=(), ctx={}))
         own = self.adapter.find(name)
         path, _, side = name.rpartition(".hook_")
         if own is None and side in ("in", "out") and self._has_module(path):

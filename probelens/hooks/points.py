@@ -1,18 +1,17 @@
-"""Hook points: named tensors of a model, and hooks limited to positions of them."""
+"""Hook points: named tensors of a model."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
 
-__all__ = ["At", "Direction", "HookFn", "HookPoint", "Site", "at", "boundary", "in_block", "interior"]
+__all__ = ["Direction", "HookFn", "HookPoint", "Site", "boundary", "in_block", "interior"]
 
 RESID = ("batch", "pos", "d_model")
 NOTES = {
@@ -118,7 +117,11 @@ class HookPoint:
         note: What a reader should know, such as what an edit here reaches.
         ctx: Room for what hooks want to keep.
         pos: The step, where a state point's hook is called.
-        length: How many steps there are.
+        length: How many positions the sequence has as far as it has run; None where that isn't known.
+        offset: Where in the sequence the tensor that a hook gets begins: behind 0 while generating with a cache; None where
+            that isn't known.
+        call: Which call of its module in one forward is meant, from 0; None where there is one, or each is a position.
+        real: 1 for real tokens and 0 for padding, where the run was given a mask. (batch, length)
         owner: Gives the model that the point belongs to.
         block: Number of the block that the point belongs to, taken from its full name; None for a point of the
             whole model.
@@ -140,6 +143,9 @@ class HookPoint:
     owner: Callable[[], Any] | None = None
     block: int | None = None
     depth: int = 0
+    offset: int | None = 0
+    real: Tensor | None = None
+    call: int | None = None
 
     def __post_init__(self) -> None:
         if self.block is None:
@@ -180,10 +186,13 @@ class HookPoint:
         Returns:
             A new hook point.
         """
-        return HookPoint(
-            self.name, self.kind, self.axes, self.module, self.aliases, self.site,
-            self.step, self.note, self.ctx, pos, length, self.owner, self.block, self.depth,
-        )  # fmt: skip
+        return self.during(pos=pos, length=length)
+
+    def during(self, **now: Any) -> HookPoint:
+        """This point in one forward pass: the same name and ``ctx``, with some of the other fields set."""
+        point = object.__new__(HookPoint)
+        point.__dict__.update(self.__dict__, **now)
+        return point
 
     def add_hook(
         self, hook: Callable[..., Tensor | None], dir: Literal["fwd", "bwd"] = "fwd", is_permanent: bool = False
@@ -264,90 +273,9 @@ def has_positions(point: HookPoint) -> bool:
     return not point.axes or "pos" in point.axes or "key_pos" in point.axes
 
 
-@dataclass(frozen=True)
-class At:
-    """A hook function limited to some positions; made by ``at``.
-
-    Args:
-        positions: Where; negative ones count from the end.
-        fn: ``fn(tensor, hook)`` for one position: the tensor comes without its position axis.
-    """
-
-    positions: tuple[int, ...]
-    fn: HookFn
-
-    def resolve(self, length: int) -> list[int]:
-        """The positions counted from the start.
-
-        Args:
-            length: How many positions the sequence has.
-
-        Returns:
-            Numbers from 0 to ``length`` − 1.
-
-        Raises:
-            InputError: A position outside ``length``.
-        """
-        bad = [p for p in self.positions if not -length <= p < length]
-        if bad:
-            raise InputError(
-                f"position {bad[0]} asked for, but the sequence has {length} positions: "
-                f"allowed are {-length} to {length - 1}"
-            )
-        return [p % length for p in self.positions]
-
-    def __call__(self, tensor: Tensor, hook: HookPoint) -> Tensor | None:
-        if hook.pos is not None:
-            wanted = self.resolve(hook.length) if hook.length is not None else self.positions
-            return self.fn(tensor, hook=hook) if hook.pos in wanted else None
-        axis = hook.pos_axis
-        if tensor.ndim <= axis:
-            raise ShapeError(f"{hook.name!r} gives a tensor of shape {tuple(tensor.shape)}: no position axis")
-        length = tensor.shape[axis]
-        result = None
-        for p in self.resolve(length):
-            before = (tensor if result is None else result).select(axis, p)
-            given = before.clone()
-            version = version_of(given)
-            new = self.fn(given, hook=hook.at(p, length))
-            if new is None:
-                # A hook may also write into what it gets.
-                if version_of(given) == version and (version is not None or torch.equal(given, before)):
-                    continue
-                new = given
-            if result is None:
-                result = tensor.clone()
-            result.select(axis, p).copy_(checked(new, before, hook))
-        return result
-
-
-def at(pos: int | Sequence[int], fn: HookFn) -> At:
-    """Limit a hook to positions, the same way for every kind of hook point.
-
-    Args:
-        pos: A position or several; negative ones count from the end.
-        fn: Hook function. It is called once for each position, with the tensor there
-            (batch, ...) and ``hook.pos`` set; None leaves that position alone.
-
-    Returns:
-        A hook function for ``run_with_hooks``, ``hooks`` and ``add_hook``. At a state point the
-        engine may run fused kernels between the positions named here.
-
-    Raises:
-        InputError: No position, or one that isn't an integer.
-
-    Examples:
-        >>> import torch
-        >>> hook = HookPoint("hook_embed", "boundary", ("batch", "pos", "d_model"), "embed")
-        >>> zero_first = at(0, lambda tensor, hook: torch.zeros_like(tensor))
-        >>> zero_first(torch.ones(1, 2, 3), hook=hook)
-        tensor([[[0., 0., 0.],
-                 [1., 1., 1.]]])
-    """
-    positions = (pos,) if isinstance(pos, int) or not isinstance(pos, Iterable) else tuple(pos)
-    if not positions or not all(isinstance(p, int) and not isinstance(p, bool) for p in positions):
-        raise InputError(f"at() needs a position or a list of positions (integers), got {pos!r}")
-    return At(positions, fn)
+def no_positions(point: HookPoint) -> str:
+    """Why positions can't be asked for at a point without a known axis of them, for the end of a sentence."""
+    return f"no position axis is known{': ' + point.note if not has_positions(point) and point.note else ''}"
 
 
 def version_of(tensor: Tensor) -> int | None:

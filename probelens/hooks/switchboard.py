@@ -17,7 +17,10 @@ from torch import Tensor, nn
 
 from probelens.errors import HookNotFiredError, InputError, noted
 from probelens.hooks.forwards import eager, hold, release
-from probelens.hooks.points import At, Direction, HookFn, HookPoint, checked
+from probelens.hooks.passes.at import At
+from probelens.hooks.passes.current import Passes
+from probelens.hooks.passes.turned import Layout, called_again
+from probelens.hooks.points import Direction, HookFn, HookPoint, checked
 
 __all__ = ["Entry", "Reach", "Switchboard", "Tap", "check_fired"]
 
@@ -162,8 +165,11 @@ class Tap:
         for entry in self._switchboard.listeners(self._names.get(name)):
             if not isinstance(entry.fn, At):
                 return None
-            found.update(entry.fn.resolve(length) if length is not None else entry.fn.positions)
-        return sorted(found)
+            now, begin = self._switchboard.passes.now(), self._switchboard.begun(self._names[name])
+            hook = entry.point if now is None else now.at(entry.point)
+            where = entry.fn.resolve(None if length is None else length + begin, hook.real)
+            found.update(p - begin for p in where if p >= begin)
+        return sorted(p for p in found if length is None or p < length)
 
 
 class Reach(Protocol):
@@ -197,6 +203,9 @@ class Switchboard:
         self._instruments: dict[str, tuple[int, contextlib.AbstractContextManager[None]]] = {}
         self._lock = threading.RLock()
         self._muted: set[int] = set()
+        self.passes = Passes(root)
+        # Where examples and positions are, by hook point, for points whose adapter doesn't know it.
+        self.layouts: dict[str, Layout] = {}
 
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:
@@ -228,8 +237,9 @@ class Switchboard:
         return [e for e in self.entries.get(name, ()) if e.here()]
 
     def fire(
-        self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None, last_use: bool = False
-    ) -> Tensor:
+        self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None, last_use: bool = False,
+        call: int | None = None,
+    ) -> Tensor:  # fmt: skip
         """Call every hook at a point, in the order in which they were added.
 
         Args:
@@ -238,15 +248,52 @@ class Switchboard:
             pos: Which step it is, at a state point.
             length: How many steps there are.
             last_use: Whether the model doesn't use the tensor again.
+            call: How many calls at a boundary point came before this one in the pass; None at an interior point.
 
         Returns:
             What the model goes on with, of the same shape.
         """
         listeners = self.listeners(name)
+        if not listeners:
+            return tensor
+        now, layout = self.passes.now(), self.layouts.get(name)
+        steps = layout is not None and layout.steps
+        module = listeners[0].point.module
+        if now is not None and now.finished.get(module) and listeners[0].point.kind == "interior" and not steps:
+            raise called_again(name)
+        if steps and pos is None and (axis := listeners[0].point.pos_axis) < tensor.ndim and tensor.shape[axis] == 1:
+            return self.fire(name, tensor.squeeze(axis), 0, 1, last_use, call).unsqueeze(axis)
+        begin = self.begun(name, call) if pos is not None else 0
         for entry in listeners:
-            hook = entry.point if pos is None else entry.point.at(pos, length)
+            hook = entry.point if now is None else now.at(entry.point)
+            if pos is not None:
+                whole = None if length is None else now.total() if steps and now is not None else length + begin
+                hook = hook.at(pos + begin, whole)
             tensor = entry.forward(tensor, hook, last_use and len(listeners) == 1)
         return tensor
+
+    def begun(self, name: str, call: int | None = None) -> int:
+        """How many positions of the sequence came before the tensor that the module of a point is called with.
+
+        Args:
+            name: Canonical name of the point.
+            call: As for ``fire``.
+
+        Returns:
+            Those in a cache, and those of earlier steps of a loop.
+        """
+        now, layout = self.passes.now(), self.layouts.get(name)
+        if now is None or name not in self.entries:
+            return 0
+        if call is not None:
+            return (now.offset or 0) + call
+        # A forward with taps counts from its own cache on.
+        steps = layout is not None and layout.steps
+        return now.finished.get(self.entries[name][0].point.module, 0) if steps else 0
+
+    def listeners_muted(self) -> bool:
+        """Whether this thread's runs call no hook now."""
+        return threading.get_ident() in self._muted
 
     def add(self, entries: Iterable[Entry]) -> None:
         """Put hooks in place. On an error none of them stays.
@@ -261,6 +308,7 @@ class Switchboard:
                     name = entry.point.name
                     if not self.entries:
                         hold()
+                        self.passes.watch()
                     first = name not in self.entries
                     self.entries.setdefault(name, []).append(entry)
                     added.append(entry)
@@ -291,6 +339,7 @@ class Switchboard:
                     del self.entries[name]
                     if not self.entries:
                         release()
+                        self.passes.unwatch()
                     self._uninstall(entry.point)
 
     @contextlib.contextmanager
@@ -345,12 +394,14 @@ class Switchboard:
             self._instrument(point.module)
         else:
             self._handles[point.name] = list(self._reach.attach(self, point))
+        self.passes.count(point.module)
 
     def _uninstall(self, point: HookPoint) -> None:
         if point.kind == "interior":
             self._deinstrument(point.module)
         for handle in self._handles.pop(point.name, ()):
             handle.remove()
+        self.passes.uncount(point.module)
 
     def _instrument(self, path: str) -> None:
         with self._lock:

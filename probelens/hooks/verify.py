@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from probelens.errors import InputError, ProbelensError
+from probelens.hooks.edits.values import replace
 from probelens.hooks.inputs import tokens_of
 from probelens.hooks.names import resolve
 from probelens.hooks.points import HookPoint
@@ -155,7 +156,7 @@ def _try(
         if gap > 0 and _carries_everything(model, point):
             _, cache = model.run_with_cache(other, point.name)
             source = cache[point.name]
-            patched = model.run_with_hooks(x, [(point.name, lambda t, hook: source)])
+            patched = model.run_with_hooks(x, [(point.name, replace(source))])
             row["restored"] = 1 - (target.float() - patched.float()).norm().item() / gap
     except ProbelensError as err:
         row["problem"] = f"{type(err).__name__}: {err}"

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from probelens.hooks.edits.values import Replace
 from probelens.hooks.model import HookedModel
-from probelens.hooks.points import HookFn, at
+from probelens.hooks.passes.at import at
+from probelens.hooks.points import HookFn
 from probelens.running.sweep.conditions import Intervention
 
 _STATES = (".hook_ssm_state", ".rnn.hook_h", ".rnn.hook_c")

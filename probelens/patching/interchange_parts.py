@@ -15,7 +15,8 @@ from probelens.hooks.edits.swap import Swap, factors
 from probelens.hooks.edits.values import Add, Replace
 from probelens.hooks.inputs import padding_mask
 from probelens.hooks.model import HookedModel
-from probelens.hooks.points import HookFn, at
+from probelens.hooks.passes.at import at
+from probelens.hooks.points import HookFn
 from probelens.patching.interchange_reader import reader_of
 from probelens.patching.plan import Source
 from probelens.running.collect import collect

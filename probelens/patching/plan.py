@@ -20,7 +20,8 @@ from probelens.hooks.edits.values import Replace
 from probelens.hooks.inputs import padding_mask
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped, resolve
-from probelens.hooks.points import HookFn, at, has_positions
+from probelens.hooks.passes.at import at
+from probelens.hooks.points import HookFn, has_positions
 from probelens.hooks.shorthand import Names
 from probelens.patching.metric import Metric, answered, need_numbers, read_metric
 from probelens.patching.pairs import Mode, Pos, check_pairs, check_positions, columns, marks

@@ -26,7 +26,7 @@ from probelens.results.progress import progress_bar
 from probelens.results.result import Result
 from probelens.running.faster_forwards import faster_forwards
 from probelens.running.inputs import inputs_of
-from probelens.running.shapes import positions_at
+from probelens.running.shapes import one_row_each, positions_at
 from probelens.running.stream import RECORD, Stream, need_storable
 from probelens.tasks.examples import Examples
 
@@ -229,7 +229,7 @@ def collect(
                 stop_at_layer=stop,
                 attention_mask=None if attention is None else attention[rows],
             )
-            found = {name: cache[name] for name in names}
+            found = {p.name: one_row_each(p, cache[p.name], len(rows)) for p in points}
             if not examples.plain and lengths:
                 short |= _lengthened(found, points, lengths[0] if len(lengths) == 1 else 0, given, rows)
             if each and kept is not None:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probelens.errors import InputError
+from probelens.errors import InputError, ShapeError
 from probelens.hooks.model import HookedModel
-from probelens.hooks.points import has_positions
+from probelens.hooks.points import HookPoint, has_positions
 from probelens.hooks.trials import Untried, remembered, run_alone
 from probelens.tasks.examples import Examples
 
@@ -89,3 +89,16 @@ def _kinds(examples: Examples, rows: list[int]) -> Any:
         (name, part[rows].tolist() if part.ndim == 1 else tuple(part.shape[1:]), part.dtype)
         for name, part in parts.items()
     ).__repr__()
+
+
+def one_row_each(point: HookPoint, tensor: Tensor, rows: int) -> Tensor:
+    """An activation with one row for each example; a ShapeError where it has another layout."""
+    if point.axes[:1] == ("batch",) and len(tensor) == 1 < rows:
+        return tensor.expand(rows, *tensor.shape[1:])  # one for all, such as the positions' embedding
+    if (point.axes and point.axes[0] != "batch") or len(tensor) != rows:
+        raise ShapeError(
+            f"{point.name!r} gives {tuple(tensor.shape)} for a batch of {rows} examples, not one row for each"
+            f"{f': {point.note}' if not has_positions(point) and point.note else ''}. Take the input or the output of a "
+            "module that is called with (batch, pos, ...)"
+        )
+    return tensor

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import probelens as pl
 from probelens.errors import InputError, ProbelensError, ShapeError
-from probelens.hooks.cache import recorders
+from probelens.hooks.passes.recording import recorders
 from probelens.kernels import pages as _pages
 from probelens.kernels import scan as _scan
 from probelens.kernels import ssd as _ssd

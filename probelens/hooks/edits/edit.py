@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
-from probelens.hooks.points import HookPoint
+from probelens.hooks.passes.at import last_real
+from probelens.hooks.passes.current import offset_of
+from probelens.hooks.points import HookPoint, has_positions, no_positions
 from probelens.numerics.tensors import tensor_of
 
 __all__ = ["Edit", "Positions", "fit"]
 
-Positions: TypeAlias = "int | slice | Sequence[int] | Tensor | None"
+Positions: TypeAlias = "int | slice | Sequence[int] | Tensor | str | None"
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,8 +26,9 @@ class Edit:
 
     Args:
         pos: None for everywhere; a position, slice or list, negative ones from the end; an integer
-            tensor with one position per example (batch,); or a boolean mask (batch, pos). Positions are
-            counted on the hook point's own axis of positions: at a pattern, that of the query.
+            tensor with one position per example (batch,); "last" for each example's last real token by the mask of
+            the run; or a boolean mask (batch, pos). Positions are those of the sequence, also while generating with
+            a cache, on the hook point's own axis of positions: at a pattern, that of the query.
     """
 
     pos: Positions = None
@@ -100,18 +103,19 @@ def _where(pos: Positions, tensor: Tensor, hook: HookPoint | None) -> Tensor | N
     if pos is None:
         return None
     step = None if hook is None else hook.pos
-    axis, axes = (1 if hook is None else hook.pos_axis), getattr(hook, "axes", ())
-    if step is None and (tensor.ndim <= axis or (axes and not {"pos", "key_pos"} & {*axes})):
-        at = "" if hook is None else f", and {hook.name!r} has the axes {axes}"
+    axis = 1 if hook is None else hook.pos_axis
+    if step is None and (tensor.ndim <= axis or (hook is not None and not has_positions(hook))):
+        at = "" if hook is None else f" at {hook.name!r}, where {no_positions(hook)}"
         raise ShapeError(f"pos={pos!r} needs a tensor (batch, pos, ...), got {tuple(tensor.shape)}{at}")
-    batch, length = tensor.shape[0], tensor.shape[axis] if step is None else getattr(hook, "length", None)
+    begin = 0 if hook is None or step is not None else offset_of(hook, pos)
+    batch, length = tensor.shape[0], begin + tensor.shape[axis] if step is None else getattr(hook, "length", None)
     if isinstance(pos, Tensor) and pos.dtype == torch.bool:
         if pos.ndim != 2 or pos.shape[0] != batch or (length is not None and pos.shape[1] != length):
             raise ShapeError(f"the mask {tuple(pos.shape)} must be (batch, pos) = ({batch}, {length})")
         table = pos
     else:
         table = _table(pos, batch, length, step, hook)
-    found = table if step is None else table[:, step]
+    found = table[:, begin:] if step is None else table[:, step]
     shape = [len(found), *[1] * (tensor.ndim - 1)]
     if step is None:
         shape[axis] = found.shape[1]
@@ -120,6 +124,11 @@ def _where(pos: Positions, tensor: Tensor, hook: HookPoint | None) -> Tensor | N
 
 def _table(pos: Any, batch: int, length: int | None, step: int | None, hook: HookPoint | None) -> Tensor:
     """Positions as a mask (batch or 1, pos)."""
+    if isinstance(pos, str):
+        if pos != "last":
+            raise InputError(f"pos={pos!r} is not known. Allowed: None, integers, a slice, a tensor, 'last'")
+        pos = last_real(length, None if hook is None else hook.real)
+        pos = pos if len(pos) == batch else pos.tolist()
     each = isinstance(pos, Tensor) and pos.ndim == 1
     if not isinstance(pos, slice):
         pos = tensor_of("pos", pos).cpu()
