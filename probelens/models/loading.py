@@ -24,6 +24,7 @@ def load(
     dtype: torch.dtype | str | None = None,
     trust_remote_code: bool = False,
     strict: bool = True,
+    task: str | None = None,
     **kw: Any,
 ) -> HookedModel:
     """Load a model from the Hugging Face hub or a folder, in eval mode, and wrap it.
@@ -37,13 +38,17 @@ def load(
         dtype: Dtype to load in; None for the checkpoint's own choice.
         trust_remote_code: Run code that comes with the checkpoint. Off unless asked for.
         strict: Refuse a checkpoint that has no weights for a part of the model, or weights that the model doesn't use.
-        **kw: For ``AutoModelForCausalLM.from_pretrained``, such as ``revision=``.
+        task: What the model is for, where that isn't what its config names: "causal-lm", "masked-lm", "seq2seq-lm",
+            "speech-seq2seq", "sequence-classification", "token-classification", "question-answering",
+            "image-classification", or "base" for the model without a head. None takes the class in the config's
+            ``architectures``.
+        **kw: For ``from_pretrained`` of transformers' class, such as ``revision=``.
 
     Returns:
         The hooked model, with its tokenizer if it has one.
 
     Raises:
-        InputError: No such model, it can't be read, or its weights don't fit its config.
+        InputError: No such model or task, it can't be read, or its weights don't fit its config.
         StoreError: A formal model's file that is damaged.
     """
     if not isinstance(name, (str, os.PathLike)):
@@ -63,14 +68,18 @@ def load(
                     f"the folder {str(place)!r} holds no model: neither config.json (written by save_pretrained) nor "
                     "model.safetensors (of a formal model)."
                 )
+            if task is not None:
+                raise InputError(
+                    f"task={task!r}: the folder {str(place)!r} holds a formal model, which has one class only"
+                )
             return wrap(checkpoint.load(place, device=device), adapter)
     elif place.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1 or text.endswith("/"):
         raise InputError(
             f"there is no folder {text!r}. Give a folder that holds a model, or a hub id such as 'org/name'"
         )
-    from probelens.adapters.hf.decoder import load_pretrained
+    from probelens.adapters.hf.loading import load_pretrained
 
     module, tokenizer = load_pretrained(
-        text, device=device, dtype=dtype, trust_remote_code=trust_remote_code, strict=strict, **kw
+        text, device=device, dtype=dtype, trust_remote_code=trust_remote_code, strict=strict, task=task, **kw
     )
     return wrap(module, adapter, tokenizer=tokenizer)
