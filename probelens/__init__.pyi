@@ -48,6 +48,8 @@ from .models.loading import load as load
 from .numerics import metrics as metrics
 from .numerics import stats as stats
 from .patching.attribute import attribute as attribute
+from .patching.das import das as das
+from .patching.das_result import DASResult as DASResult
 from .patching.final_layer import PatchSitesResult as PatchSitesResult
 from .patching.final_layer import patch_sites as patch_sites
 from .patching.interchange import InterchangePlan as InterchangePlan

@@ -14,7 +14,6 @@ from typing import Any
 
 import primitives
 import torch
-import zoo
 from primitives import BATCH, OTHER, PAIRS, RESID, TASK
 from torch import Tensor
 
@@ -201,19 +200,23 @@ def interchange(model: HookedModel) -> str:
     """Taken whole, the last residual where the answer is read brings the clean run's answer; a subspace has its controls."""
     name = model.point(("resid_post", -1)).name
     space = pl.subspaces.pca(pl.collect(model, BATCH, [name])[name], 1, BATCH.mask)
-    source = zoo.tokens(40, primitives.LENGTH)
-    base = (source + 1) % zoo.VOCAB
-    clean, corrupted = (model(x).argmax(-1).cpu() for x in (source, base))
-    # The answers that a tiny model gives count as right; some of its positions have one answer to everything.
-    rows = (clean != corrupted).any(1).nonzero().flatten()
-    assert len(rows)
-    at = (clean != corrupted)[rows].int().argmax(1)
-    answers = torch.stack([clean[rows, at], corrupted[rows, at]], 1)
-    pairs = pl.PatchPairs(source[rows], base[rows], at, at, answers)
-    found = pl.interchange(model, pairs, {name: space}, pos=at, controls=1)
+    pairs = primitives.own_pairs(model)
+    found = pl.interchange(model, pairs, {name: space}, pos=pairs.read_pos, controls=1)
     assert found.correct.all()
     by_kind = {row["condition"]: row for row in found.rows}
     assert by_kind.keys() >= {"target", "complement", "random"}
+    assert by_kind["full"]["iia"] == 1
+    return PATHS[found.path]
+
+
+def das(model: HookedModel) -> str:
+    """A plane is learned: the loss falls, all of the last residual brings the clean run's answer, and controls stand beside."""
+    name = model.point(("resid_post", -1)).name
+    pairs = primitives.own_pairs(model)
+    found = pl.das(model, pairs, name, pairs.read_pos, 2, untrained=False, controls=1, steps=8, lr=0.1)
+    assert found.loss[-3:].mean() < found.loss[0]
+    by_kind = {row["condition"]: row for row in found.rows}
+    assert by_kind.keys() >= {"target", "complement", "random", "shuffled"}
     assert by_kind["full"]["iia"] == 1
     return PATHS[found.path]
 
@@ -259,6 +262,7 @@ METHODS: dict[str, Callable[[HookedModel], str]] = {
     "`patch`": patch,
     "`attribute`": attribute,
     "`interchange`": interchange,
+    "`das`": das,
     "`patch_sites`": patch_sites,
     "`profile`": profile,
 }

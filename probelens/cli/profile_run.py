@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,11 +118,9 @@ def _pairs(task: Task, n: int, settings: ProfileSettings) -> dict[str, Any]:
 def _untrained(model: HookedModel) -> HookedModel | None:
     """The same formal model at other random weights; None for models that can't be made again."""
     from probelens import models
-    from probelens.hooks.wrapping import wrap
 
-    if (config := models.config_of(model.module)) is None:
-        return None
-    return wrap(models.build(replace(config, seed=config.seed + 1000)).to(model.cfg.device))
+    config = models.config_of(model.module)
+    return None if config is None else models.untrained(model, config.seed + 1000)
 
 
 def _check_fit(model: HookedModel, task: Task) -> None:

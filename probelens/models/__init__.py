@@ -5,6 +5,7 @@ from probelens.models.build import build, config_of, n_params
 from probelens.models.checkpoint import is_checkpoint, load, save
 from probelens.models.config import ARCHITECTURES, FormalConfig
 from probelens.models.rnn_lm import RNNLM
+from probelens.models.untrained import untrained
 
 __all__ = [
     "ARCHITECTURES",
@@ -17,4 +18,5 @@ __all__ = [
     "n_params",
     "save",
     "training",
+    "untrained",
 ]

@@ -20,6 +20,7 @@ from probelens.patching.result import PatchResult
 from probelens.results.progress import progress_bar
 from probelens.running.collect import collect
 from probelens.running.faster_forwards import faster_forwards
+from probelens.running.gradients import need_gradients
 from probelens.running.sweep.conditions import Read
 from probelens.running.sweep.plan import sweep
 
@@ -56,11 +57,7 @@ def attribute(
         Nanda 2023; Syed, Rager and Conmy 2023, arXiv 2310.10348.
     """
     need_wrapped(model)
-    if not model.adapter.differentiable:
-        raise InputError(
-            f"attribute() needs a gradient, and none comes back from a model run by {model.adapter.name!r} elsewhere. "
-            "Use patch()"
-        )
+    need_gradients(model, "attribute()", "patch()")
     check_pairs(pairs, mode)
     points = resolve(model, sites)
     names = [point.name for point in points]
@@ -74,11 +71,6 @@ def attribute(
     parts: list[Tensor] = []
     base: list[Tensor] = []
     chunks = torch.arange(len(pairs)).split(batch_size)
-    if any(p.is_inference() for p in model.module.parameters()):
-        raise InputError(
-            "attribute() needs a gradient, and this model was made under torch.inference_mode, so it can have none. "
-            "Make it outside, or use patch()"
-        )
     with (
         model.evaluating(),
         differentiable(),

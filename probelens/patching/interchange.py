@@ -68,11 +68,12 @@ class InterchangePlan:
 
     __repr__ = __str__
 
-    def run(self, progress: bool = False) -> InterchangeResult:
+    def run(self, progress: bool = False, correct: Tensor | None = None) -> InterchangeResult:
         """Interchange as planned.
 
         Args:
             progress: Show a progress bar.
+            correct: The pairs that count, where not those that both runs answer correctly. (example,)
 
         Returns:
             What ``interchange`` returns.
@@ -86,7 +87,7 @@ class InterchangePlan:
                 self._same_values.forget()
         source = self.source.run()
         # Of each run: whether the answer is the source's, whether it is the base's, the logit difference.
-        correct = (source.base[:, 0] > 0) & (run.base[:, 1] > 0)
+        correct = (source.base[:, 0] > 0) & (run.base[:, 1] > 0) if correct is None else correct
         rows = interchange_rows(
             [p.about for p in self.parts], run.values, run.base, source.base, correct, self._groups,
             None if same is None or self._same_groups is None else (same.values, same.base, self._same_groups),
@@ -149,7 +150,7 @@ def interchange_plan(
             Condition((i,), (part.intervention(model, values, column),)) for i, (part, column) in enumerate(chosen)
         ]
         return plan(
-            model, of.corrupted, conditions, _read(of), batch_size=batch_size, source_bytes=values.size,
+            model, of.corrupted, conditions, read_answers(of), batch_size=batch_size, source_bytes=values.size,
             attention_mask=mask, memory=memory,
         ), values  # fmt: skip
 
@@ -169,7 +170,7 @@ def interchange_plan(
         targets = [(p, by_label[p.about["pos"]]) for p, _ in parts if p.about["condition"] == "target"]
         same, same_values = planned(same_pairs, targets)
     source = plan(
-        model, pairs.clean, (), _read(pairs), batch_size=sweep.batch_size,
+        model, pairs.clean, (), read_answers(pairs), batch_size=sweep.batch_size,
         attention_mask=padding_mask(pairs.mask, model, pairs.clean), memory=memory,
     )  # fmt: skip
     agreeing = None if same_pairs is None else groups_of_pairs(same_pairs)
@@ -296,7 +297,8 @@ def _given(
     return Given(spaces, definition_of(subspaces, directions), means)
 
 
-def _read(pairs: Any) -> Read:
+def read_answers(pairs: Any) -> Read:
+    """Of each run: whether its answer is the source's, whether it is the base's, and the logit difference. (example, 3)"""
     return Read(_answers, pairs.read_pos[:, None].long(), {"answers": pairs.answers})
 
 

@@ -26,7 +26,7 @@ from probelens.subspaces.fitted import top_pca
 from probelens.subspaces.matched import random, random_matched
 from probelens.subspaces.subspace import Subspace
 
-__all__ = ["CONTROLS", "Given", "Swapped", "parts_at"]
+__all__ = ["CONTROLS", "Given", "Swapped", "head_columns", "parts_at"]
 
 CONTROLS = ("random", "random_matched", "orthogonal_pca")
 _WIDEST = 4096  # features up to which a covariance is formed for the controls that need one
@@ -109,7 +109,7 @@ def parts_at(
     change, spread, shape = _differences(model, pairs, name, batch_size)
     found, out = given.spaces[name], []
     for head, space in (found if isinstance(found, Mapping) else {None: found}).items():
-        columns = _columns(model, name, head, shape)
+        columns = head_columns(model, name, head, shape)
         here = Here(
             model,
             name,
@@ -248,7 +248,7 @@ class Here:
         return out
 
 
-def _columns(model: HookedModel, name: str, head: Any, shape: tuple[int, ...]) -> slice:
+def head_columns(model: HookedModel, name: str, head: Any, shape: tuple[int, ...]) -> slice:
     """The features of a head, or all."""
     if head is None:
         return slice(None)

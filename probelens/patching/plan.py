@@ -212,6 +212,7 @@ class Source:
 
     def __init__(self, model: HookedModel, tokens: Tensor, names: list[str], mask: Tensor | None) -> None:
         self.model, self.tokens, self.names, self.mask = model, tokens, names, mask
+        self.whole: dict[str, Tensor] = {}
         self.forget()
 
     def put_in(
@@ -227,8 +228,13 @@ class Source:
 
         return Intervention(name, edit_for, column)
 
+    def hold(self, most: int) -> None:
+        """Collect all examples at once, for runs that ask for each often, where that takes at most so many bytes."""
+        if self.size() * len(self.tokens) <= most:
+            self.whole = self._collect(torch.arange(len(self.tokens)), 64)
+
     def forget(self) -> None:
-        """Free the activations."""
+        """Free the activations of the batch."""
         self.rows: Tensor | None = None
         self.held: dict[str, Tensor] = {}
 
@@ -251,11 +257,14 @@ class Source:
         return sum(found.values()) * self.model.cfg.dtype.itemsize
 
     def _rows(self, name: str, rows: Tensor) -> Tensor:
+        if self.whole:
+            return self.whole[name][rows]
         if self.rows is None or not torch.equal(self.rows, rows):
             self.forget()
-            self.held = collect(
-                self.model, self.tokens[rows], self.names, batch_size=len(rows),
-                attention_mask=None if self.mask is None else self.mask[rows],
-            ).tensors  # fmt: skip
+            self.held = self._collect(rows, len(rows))
             self.rows = rows
         return self.held[name]
+
+    def _collect(self, rows: Tensor, batch_size: int) -> dict[str, Tensor]:
+        mask = None if self.mask is None else self.mask[rows]
+        return collect(self.model, self.tokens[rows], self.names, batch_size=batch_size, attention_mask=mask).tensors

@@ -8,6 +8,7 @@ from typing import Any
 
 import api_pages
 import pandas as pd
+import primitives
 import pytest
 import torch
 import zoo
@@ -71,6 +72,11 @@ class Calls:
         yield pl.PatchResult, dataclasses.replace(found, correct=torch.ones(6).bool()).to_dataframe()
         swapped = pl.interchange(model, self.pairs, self.space, same_pairs=self.pairs, controls=2)
         yield pl.InterchangeResult, swapped.rows
+        gru = pl.wrap(zoo.build("gru"))
+        own = primitives.own_pairs(gru)
+        yield pl.DASResult, pl.das(
+            gru, own, "blocks.0.rnn.hook_h", None, 1, same_pairs=own, other_site="hook_embed", controls=2, steps=2, untrained=gru,
+        ).rows  # fmt: skip
         yield pl.PatchSitesResult, pl.patch_sites(model, self.pairs, correct_only=False, n_boot=20).rows
         yield VerifyReport, model.verify().rows
         yield (EvalResult, pl.training.evaluate(model, task, (LENGTH, 24), n=4, trained_length=LENGTH).to_dataframe())

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import zoo
 from torch import Tensor
 
 import probelens as pl
@@ -82,6 +83,23 @@ def trained(model: pl.HookedModel) -> dict[str, Tensor]:
     return dict(own.state_dict())
 
 
+def own_pairs(model: pl.HookedModel) -> pl.PatchPairs:
+    """Pairs that differ in every token, with the answers that the model itself gives: all of them count as right."""
+    source = zoo.tokens(40, LENGTH)
+    base = (source + 1) % zoo.VOCAB
+    with torch.no_grad():
+        clean, corrupted = (model(x).argmax(-1).cpu() for x in (source, base))
+    # Some positions of a tiny model have one answer to everything.
+    rows = (clean != corrupted).any(1).nonzero().flatten()
+    at = (clean != corrupted)[rows].int().argmax(1)
+    return pl.PatchPairs(source[rows], base[rows], at, at, torch.stack([clean[rows, at], corrupted[rows, at]], 1))
+
+
+def learned(model: pl.HookedModel) -> list[dict[str, Any]]:
+    pairs = own_pairs(model)
+    return pl.das(model, pairs, RESID, pairs.read_pos, 2, steps=2, controls=1, untrained=False).rows
+
+
 PRIMITIVES: dict[str, Call] = {
     "call": lambda m: m(BATCH.tokens),
     "loss": lambda m: m(BATCH.tokens, return_type="loss"),
@@ -111,6 +129,7 @@ PRIMITIVES: dict[str, Call] = {
     "erase": lambda m: pl.erase(m, APART["fit"], APART["held"], label="state", sites=[RESID], controls=2).rows,
     "patch": lambda m: pl.patch(m, PAIRS, "resid_pre", pos="each").values,
     "patch_sites": lambda m: pl.patch_sites(m, PAIRS, 3, "ABCD", correct_only=False, n_boot=20).rows,
+    "das": learned,
     "attribute": lambda m: pl.attribute(m, PAIRS, "resid_pre", pos="each").values,
     "profile": lambda m: pl.profile(
         m, TASK, length=LENGTH, n_probe=30, n_ablate=20, n_pairs=4, controls=2

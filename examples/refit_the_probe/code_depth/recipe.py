@@ -24,10 +24,11 @@ from typing import Any
 import probelens as pl
 from probelens.examples.refit_the_probe.code_depth.readings import Readings, profile
 from probelens.examples.refit_the_probe.shared.corpus import functions, held_out
-from probelens.examples.refit_the_probe.shared.models import identified, is_mamba, load_pretrained, untrained
+from probelens.examples.refit_the_probe.shared.models import identified, is_mamba, load_pretrained
 from probelens.experiments import RunRecord, Status
 from probelens.experiments.recipe import finished_rows, run_recipe, settings_of
 from probelens.experiments.settings import at_least
+from probelens.models.untrained import untrained
 from probelens.running.collect import collect
 
 FREE = ("out", "model", "seeds", "workers")

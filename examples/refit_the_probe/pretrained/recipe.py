@@ -21,12 +21,13 @@ from typing import Any
 import probelens as pl
 from probelens.examples.refit_the_probe.pretrained.words import InVocabulary
 from probelens.examples.refit_the_probe.shared.measuring import BATCH, Cell, measure, saved_as, shown, trained_rows
-from probelens.examples.refit_the_probe.shared.models import identified, is_mamba, load_pretrained, mixed, untrained
+from probelens.examples.refit_the_probe.shared.models import identified, is_mamba, load_pretrained, mixed
 from probelens.examples.refit_the_probe.shared.setup import LABELS, PROBED, TASKS, TITLES, make_task
 from probelens.experiments import RunRecord, Status
 from probelens.experiments.recipe import finished_rows, run_recipe, settings_of
 from probelens.experiments.settings import at_least
 from probelens.hooks.shorthand import LAYER_AXIS
+from probelens.models.untrained import untrained
 from probelens.running.collect import collect
 
 FREE = ("out", "model", "tasks", "seeds", "workers")

@@ -1,4 +1,4 @@
-"""Models of the recipes: device, precision, an untrained model of the same architecture, the identity of weights."""
+"""Models of the recipes: device, precision, the identity of weights."""
 
 from __future__ import annotations
 
@@ -62,15 +62,6 @@ def quiet() -> Iterator[None]:
     finally:
         if before:
             logging.enable_progress_bar()
-
-
-def untrained(model: pl.HookedModel, seed: int) -> pl.HookedModel:
-    """The same architecture as its library initialises it, on the same device."""
-    module: Any = model.module
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        fresh = type(module)(module.config)
-    return pl.wrap(fresh.eval().to(model.cfg.device), tokenizer=getattr(model, "tokenizer", None))
 
 
 def load_pretrained(config: Mapping[str, Any]) -> pl.HookedModel:

@@ -94,17 +94,21 @@ class Strategy(ABC):
         ``start`` is a block up to which nothing is edited, None where edits lie outside the blocks, too; ``resid`` what enters
         that block (batch, pos, d_model), None to run from the tokens.
         """
+        return self.traced(rows, condition, start, resid).detach().cpu()
+
+    def traced(self, rows: Tensor, condition: Condition, start: int | None, resid: Tensor | None = None) -> Tensor:
+        """``edited``, on the model's device and with its gradient, for callers who turn gradients on. (batch, ...)"""
         model, n = self.work.model, self.work.n_layers
         hooks = [(one.name, one.edit_for(rows)) for one in condition.interventions]
         inputs, begin = self.inputs(rows)
         if resid is not None:
             inputs, begin["start_at_layer"] = resid, start
         if start is None or self.work.read.pos is None:
-            return self.value(model.run_with_hooks(inputs, hooks, **begin), rows)
+            return self._value(model.run_with_hooks(inputs, hooks, **begin), rows)
         after: Tensor = model.run_with_hooks(inputs, hooks, stop_at_layer=n, **begin)
         # Only the read positions need the final norm and the unembedding.
         picked = pick(after, self.work.read.pos[rows])
-        return self.work.read.value(model(picked, start_at_layer=n), rows).detach().cpu()
+        return self.work.read.value(model(picked, start_at_layer=n), rows)
 
     def inputs(self, rows: Tensor) -> tuple[Tensor, dict[str, Any]]:
         """Tokens of some examples, and the arguments that go with them."""
@@ -113,8 +117,11 @@ class Strategy(ABC):
 
     def value(self, logits: Tensor, rows: Tensor) -> Tensor:
         """What is kept of logits at all positions. (batch, ...)"""
+        return self._value(logits, rows).detach().cpu()
+
+    def _value(self, logits: Tensor, rows: Tensor) -> Tensor:
         read = self.work.read
-        return read.value(logits if read.pos is None else pick(logits, read.pos[rows]), rows).detach().cpu()
+        return read.value(logits if read.pos is None else pick(logits, read.pos[rows]), rows)
 
 
 class Full(Strategy):

@@ -1,0 +1,362 @@
+"""Distributed alignment search: the subspace that the answer follows, learned by gradient, with controls learned as well.
+
+Class means and probes find where a variable can be read, a search finds what the model follows. It can find too much: with
+enough directions some swap brings the wanted answers on the pairs at hand. So it is tested on pairs that it has not seen,
+with the controls of an interchange, and the same search runs again where there is nothing to find.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from probelens.errors import InputError, ProbelensError
+from probelens.hooks.inputs import padding_mask
+from probelens.hooks.model import HookedModel
+from probelens.hooks.names import need_wrapped, resolve
+from probelens.models.untrained import untrained as made_again
+from probelens.numerics.modes import differentiable
+from probelens.numerics.tensors import whole_number
+from probelens.patching.das_result import DASResult, judged, same_subspace, swapped
+from probelens.patching.das_training import Learned, Lesson, Schedule, Swaps, learn, learn_rank
+from probelens.patching.interchange import interchange_plan, read_answers
+from probelens.patching.interchange_parts import CONTROLS, head_columns
+from probelens.patching.interchange_result import InterchangeResult
+from probelens.patching.pairs import check_pairs, check_positions, columns
+from probelens.probing.splits import FRACTIONS, copies_together, real_tokens, split_by_group
+from probelens.results.progress import progress_bar
+from probelens.running.collect import collect
+from probelens.running.gradients import need_gradients
+from probelens.running.sweep.plan import sweep
+from probelens.subspaces.subspace import Subspace
+
+if TYPE_CHECKING:
+    from probelens.hooks.shorthand import Names
+
+__all__ = ["das"]
+
+_JUDGED = {column.name for column in DASResult.columns if column.on}
+
+
+def das(
+    model: HookedModel,
+    pairs: Any,
+    site: Names,
+    pos: int | Tensor | None = None,
+    rank: int | None = None,
+    *,
+    head: int | None = None,
+    same_pairs: Any = None,
+    untrained: HookedModel | Literal[False] | None = None,
+    other_site: Names = None,
+    splits: Sequence[float] = FRACTIONS,
+    steps: int = 200,
+    lr: float = 0.03,
+    batch_size: int = 32,
+    controls: int | None = None,
+    kinds: Sequence[str] = CONTROLS,
+    memory: int | None = None,
+    seed: int = 0,
+    progress: bool = False,
+) -> DASResult:
+    """Learn the subspace whose swap makes the answer the source's, and test it on other pairs.
+
+    Q (rank, d) minimises the cross-entropy of the clean run's answer after h ← h_b + QᵀQ (h_s − h_b) in the corrupted
+    run; the model stays as it is. No sequence of the held-out pairs is among those that Q was learned on.
+
+    Args:
+        model: The wrapped model; run in eval mode. Its weights get no gradients.
+        pairs: ``PatchPairs`` that differ in the variable. Q is learned on those that both runs answer correctly.
+        site: One hook point: a residual stream, a mixer, heads, an SSM state, h or c. Axes after the position are taken
+            together.
+        pos: None for all positions at once, a position, or one for each example (example,).
+        rank: Dimensions of Q. None tries 1, 2, 4, … and halves the last gap: the smallest rank that validation pairs
+            follow as often as any, within a standard error.
+        head: Only this head of a site with an axis of heads.
+        same_pairs: ``PatchPairs`` whose two sides agree in the variable, with what must stay as the second answer: also
+            learned on, and tested (row "same_value").
+        untrained: The same architecture at random weights; None makes it where the architecture is known (formal models,
+            transformers), False leaves it out.
+        other_site: A hook point that should not hold the variable.
+        splits: Shares of training, validation and held-out pairs. With a given rank validation pairs are learned on, too.
+        steps: Most training steps of each subspace; it ends early once the loss no longer falls.
+        lr: Learning rate of Adam.
+        batch_size: Pairs in a training step, and examples in a forward of the tests (64 at least there).
+        seed: Of the split, the first directions, the order of pairs, the shuffle, and the controls' draws.
+        controls, kinds, memory: As for ``interchange``.
+        progress: Show a progress bar.
+
+    Returns:
+        The subspace, and rows as of ``interchange`` on the held-out pairs with all its controls. Subspaces of the same
+        rank are learned again where there is nothing to find:
+
+        - "shuffled": from answers in random order, and swapped in this model. What the search gives without a relation
+          between pairs and answers.
+        - "untrained": in the untrained model from the right answers, and swapped there, since its directions mean nothing
+          in another model. The share is of the same pairs. What the search alone can make a network of this shape do.
+        - "other_site": at the other site of this model, and swapped there. Whether the site matters.
+
+        The verdict is that of ``interchange``, but "unspecific" where one of them does as well, judged by the ends of their
+        intervals. Where there are two answers, shuffled ones lead to half of the right swap, which hedges: a subspace that
+        shares 0.3 or more of the learned one (``control_overlap``) is no control, as in ``interchange``.
+
+    Units:
+        Fractions of pairs; losses in nats.
+
+    Raises:
+        InputError: Several sites or positions, a rank outside of the activation, too few pairs or none that is answered
+            correctly, a point or a model from which no gradient comes back.
+        UnknownHookError: A site that the model doesn't have.
+
+    Source:
+        Geiger et al. 2023, arXiv 2303.02536. Boundless DAS (Wu et al. 2023, arXiv 2305.08809) learns the rank as a mask
+        over a full rotation, which has d² numbers, 17 million for an SSM state of 256 × 16.
+    """
+    need_wrapped(model)
+    need_gradients(model, "das()", "interchange() with a subspace of pl.subspaces")
+    check_pairs(pairs, "denoise")
+    schedule = Schedule(whole_number("steps", steps), lr, whole_number("batch_size", batch_size), seed)
+    tests: dict[str, Any] = {"batch_size": max(64, batch_size), "memory": memory, "seed": seed}
+    with differentiable():
+        parts = _divide(model, pairs, same_pairs, pos, splits, seed, rank is not None, tests["batch_size"])
+        here = _Place(parts, model, site, head)
+        most = here.width if rank is None else whole_number("rank", rank, 1, here.width)
+        places, missing = _controls(parts, here, head, untrained, other_site, seed)
+        total = None if rank is None else steps * (2 + len(places))
+        with progress_bar(total, "training steps", progress) as bar:
+            found, ranks = (
+                here.learn_rank(schedule, bar, most) if rank is None else (here.learn(rank, schedule, bar), [])
+            )
+            space = here.subspace(found.basis, "das")
+            again = {"shuffled": (here, here.learn(space.rank, schedule, bar, shuffled=True))}
+            for condition, place in places.items():
+                if space.rank <= place.width:
+                    again[condition] = (place, place.learn(space.rank, schedule, bar))
+                else:
+                    missing.append(
+                        f"{condition}: {place.name} has {place.width} features, fewer than rank {space.rank}"
+                    )
+        held = here.test(space, progress, same_pairs=parts.same_held, controls=controls, kinds=kinds, **tests)
+    rows = held.rows
+    (target,) = held.targets()
+    rows.append(_row("train", here.test(space, False, train=True, controls=0, kinds=(), **tests)))
+    for condition, (place, other) in again.items():
+        q = place.subspace(other.basis, condition)
+        # An untrained model answers nothing correctly by itself, so the pairs are those of the model.
+        tested = place.test(q, False, correct=held.correct, controls=0, kinds=(), **tests)
+        rows.append({**_row(condition, tested), "control_overlap": space.overlap(q) if q.d == space.d else None})
+    missing += [
+        f"{r['condition']}: shares {r['control_overlap']:.2f} of the subspace" for r in rows if same_subspace(r)
+    ]
+    target["control_problem"] = "; ".join(filter(None, [target["control_problem"], *missing])) or None
+    target["verdict"], target["why"] = judged(rows)
+    return DASResult(
+        rows, space, found.loss, {name: other.loss for name, (_, other) in again.items()}, ranks, parts.train, parts.held_rows,
+        here.name, head, here.width, held.path,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class _Parts:
+    """Pairs to learn from, those of validation last, and pairs to test on; ``fit`` and ``check`` are rows of the former."""
+
+    learn: Any
+    held: Any
+    pos_learn: int | Tensor | None
+    pos_held: int | Tensor | None
+    fit: Tensor
+    check: Tensor
+    same_learn: Any
+    same_held: Any
+    train: Tensor
+    held_rows: Tensor
+    groups_learn: Tensor
+    groups_held: Tensor
+
+
+def _divide(
+    model: HookedModel,
+    pairs: Any,
+    same: Any,
+    pos: Any,
+    splits: Sequence[float],
+    seed: int,
+    whole: bool,
+    batch_size: int,
+) -> _Parts:
+    """Split the pairs; ``whole`` says that validation pairs are learned on as well."""
+    if not (pos is None or isinstance(pos, Tensor) or (isinstance(pos, int) and not isinstance(pos, bool))):
+        raise InputError(
+            f"das() learns one subspace: pos={pos!r} must be None, one position, or a tensor with one per pair"
+        )
+    columns(pos, pairs.clean.shape[1], len(pairs))
+    groups = _groups([pairs] if same is None else [pairs, same])
+    split = split_by_group(groups, splits, seed)
+    n = len(pairs)
+    first, second, held = (part[part < n].cpu() for part in (split.train, split.val, split.test))
+    ok = _correct(model, pairs, batch_size)
+    first, second = first[ok[first]], second[ok[second]]
+    if not len(first) or not len(second) or not len(held):
+        raise InputError(
+            f"of {n} pairs both runs answer {int(ok.sum())} correctly, which leaves {len(first)} to learn from, {len(second)} for "
+            f"validation and {len(held)} to test on. Give more pairs, or a model that has learned the task"
+        )
+    rows = torch.cat([first, second])
+    train = rows if whole else first
+    same_learn = same_held = None
+    if same is not None:
+        if isinstance(pos, Tensor):
+            raise InputError("same_pairs= takes pos as None or a position")
+        inside = [part[part >= n].cpu() - n for part in (torch.cat([split.train, split.val]), split.test)]
+        same_learn, same_held = (same[part] for part in inside)
+        if not all(len(part) for part in inside):
+            raise InputError(f"{len(same)} same_pairs are too few to learn from and to test on. Give more")
+
+    def at(part: Tensor) -> Any:
+        return pos[part] if isinstance(pos, Tensor) else pos
+
+    return _Parts(
+        pairs[rows], pairs[held], at(rows), at(held), torch.arange(len(train)), torch.arange(len(first), len(rows)),
+        same_learn, same_held, train, held, groups[rows], groups[held],
+    )  # fmt: skip
+
+
+def _groups(sets: Sequence[Any]) -> Tensor:
+    """A group for each pair of all sets: those that share a sequence, on whatever side, have the same. (pair,)"""
+    sizes = [len(of) for of in sets]
+    longest = max(of.clean.shape[1] for of in sets)
+    sides = [
+        torch.nn.functional.pad(real_tokens(tokens, of.mask), (0, longest - tokens.shape[1]), value=-1)
+        for of in sets
+        for tokens in (of.clean, of.corrupted)
+    ]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    ids = torch.cat([torch.arange(n) + start for n, start in zip(sizes, starts, strict=True) for _ in range(2)])
+    groups = copies_together(torch.cat(sides).cpu(), ids)
+    # The clean side of each pair; its corrupted one has the same group.
+    return torch.cat([groups[2 * start : 2 * start + n] for n, start in zip(sizes, starts, strict=True)])
+
+
+def _correct(model: HookedModel, pairs: Any, batch_size: int) -> Tensor:
+    """Whether both runs of each pair give their own answers. (pair,)"""
+    mask = padding_mask(pairs.mask, model, pairs.clean)
+    clean, corrupted = (
+        sweep(model, tokens, (), read_answers(pairs), batch_size=batch_size, attention_mask=mask).base
+        for tokens in (pairs.clean, pairs.corrupted)
+    )
+    return (clean[:, 0] > 0) & (corrupted[:, 1] > 0)
+
+
+class _Place:
+    """One hook point of one model, where subspaces are learned and tested."""
+
+    def __init__(self, parts: _Parts, model: HookedModel, site: Names, head: int | None) -> None:
+        points = resolve(model, site)
+        if len(points) != 1:
+            names = ", ".join(point.name for point in points[:3])
+            raise InputError(
+                f"das() learns one subspace at one hook point, and {site!r} names {len(points)}: {names}, …"
+            )
+        (self.point,) = points
+        self.model, self.parts, self.name = model, parts, self.point.name
+        column, _ = columns(parts.pos_learn, parts.learn.clean.shape[1], len(parts.learn))
+        check_positions(model, [self.name], column)
+        acts = collect(model, parts.learn.clean[:1], [self.name], attention_mask=self._mask(parts.learn[:1]))[self.name]
+        shape = tuple(acts.shape[2:])
+        inside = head_columns(model, self.name, head, shape)
+        first, last, _ = inside.indices(math.prod(shape))
+        self.head, self.width, self.lift = head, last - first, (first, math.prod(shape) - last)
+        self.swaps = [Swaps(model, parts.learn, self.name, column[0], self.lift)]
+        if parts.same_learn is not None:
+            again, _ = columns(parts.pos_learn, parts.same_learn.clean.shape[1], len(parts.same_learn))
+            self.swaps.append(Swaps(model, parts.same_learn, self.name, again[0], self.lift))
+
+    def learn(
+        self, rank: int, schedule: Schedule, bar: Any, first: Tensor | None = None, shuffled: bool = False
+    ) -> Learned:
+        """The subspace that brings the source's answers; with ``shuffled`` those of other pairs."""
+        return learn(self._lessons(shuffled, schedule.seed), self.width, rank, schedule, bar, first)
+
+    def learn_rank(self, schedule: Schedule, bar: Any, most: int) -> tuple[Learned, list[dict[str, Any]]]:
+        """The smallest sufficient rank, judged on validation pairs; and what was tried."""
+        check = Lesson(self.swaps[0], self.parts.check, self.parts.learn.answers[:, 0])
+        return learn_rank(
+            lambda rank, first: self.learn(rank, schedule, bar, first),
+            lambda q: check.scores(q, 64),
+            len(check.rows),
+            most,
+        )
+
+    def subspace(self, basis: Tensor, label: str) -> Subspace:
+        """Directions as a subspace of the whole activation, around its mean over the pairs learned from."""
+        clean = self.parts.learn.clean
+        acts = collect(self.model, clean, [self.name], attention_mask=self._mask(self.parts.learn))[self.name]
+        mean = acts.flatten(2)[self.parts.learn.mask].double().mean(0)
+        return Subspace(torch.nn.functional.pad(basis, self.lift), mean, label)
+
+    def test(
+        self, space: Subspace, progress: bool, correct: Tensor | None = None, train: bool = False, **options: Any
+    ) -> InterchangeResult:
+        """Interchanges of held-out pairs, or of those that were learned from."""
+        parts = self.parts
+        pairs, pos, groups = parts.held, parts.pos_held, parts.groups_held
+        if train:
+            pairs, groups = parts.learn[parts.fit], parts.groups_learn[parts.fit]
+            pos = parts.pos_learn[parts.fit] if isinstance(parts.pos_learn, Tensor) else parts.pos_learn
+        given = swapped(self.name, space, self.head, self.width)
+        planned = interchange_plan(self.model, pairs, given, pos=pos, groups=groups, **options)
+        return planned.run(progress, correct)
+
+    def _lessons(self, shuffled: bool, seed: int) -> list[Lesson]:
+        parts, gen = self.parts, torch.Generator().manual_seed(seed)
+        wanted = [(parts.fit, parts.learn.answers[:, 0])]
+        if parts.same_learn is not None:
+            wanted.append((torch.arange(len(parts.same_learn)), parts.same_learn.answers[:, 1]))
+        if shuffled:
+            wanted = [(rows, _shuffled(answers, rows, gen)) for rows, answers in wanted]
+        return [Lesson(swaps, rows, answers) for swaps, (rows, answers) in zip(self.swaps, wanted, strict=True)]
+
+    def _mask(self, pairs: Any) -> Tensor | None:
+        return padding_mask(pairs.mask, self.model, pairs.clean)
+
+
+def _shuffled(answers: Tensor, rows: Tensor, gen: torch.Generator) -> Tensor:
+    """Answers exchanged among some pairs. (example,)"""
+    out = answers.clone()
+    out[rows] = answers[rows[torch.randperm(len(rows), generator=gen)]]
+    return out
+
+
+def _controls(
+    parts: _Parts,
+    here: _Place,
+    head: int | None,
+    untrained: HookedModel | Literal[False] | None,
+    other_site: Names,
+    seed: int,
+) -> tuple[dict[str, _Place], list[str]]:
+    """Where subspaces are learned again, by condition, and why others are missing."""
+    places, missing = {}, []
+    if untrained is not False:
+        try:
+            other = made_again(here.model, seed + 1000) if untrained is None else untrained
+            need_wrapped(other)
+            places["untrained"] = _Place(parts, other, here.name, head)
+        except ProbelensError as err:
+            if untrained is not None:
+                raise
+            missing.append(f"untrained: {err}")
+    if other_site is not None:
+        places["other_site"] = _Place(parts, here.model, other_site, None)
+    return places, missing
+
+
+def _row(condition: str, found: InterchangeResult) -> dict[str, Any]:
+    """The row of a subspace that isn't judged itself."""
+    (row,) = found.targets()
+    return {**{k: v for k, v in row.items() if k not in _JUDGED}, "condition": condition}

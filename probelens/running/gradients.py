@@ -1,0 +1,50 @@
+"""Gradients through a wrapped model: whether any come back, and weights that get none meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from probelens.errors import InputError
+from probelens.hooks.model import HookedModel
+from probelens.numerics.modes import differentiable
+
+__all__ = ["frozen", "need_gradients"]
+
+
+def need_gradients(model: HookedModel, who: str, instead: str) -> None:
+    """Refuse (InputError) a model from which no gradient comes back; ``who`` asks for it, ``instead`` needs none."""
+    if not model.adapter.differentiable:
+        raise InputError(
+            f"{who} needs a gradient, and none comes back from a model run by {model.adapter.name!r} elsewhere. "
+            f"Use {instead}"
+        )
+    if any(p.is_inference() for p in model.module.parameters()):
+        raise InputError(
+            f"{who} needs a gradient, and this model was made under torch.inference_mode, so it can have none. "
+            f"Make it outside, or use {instead}"
+        )
+
+
+@contextlib.contextmanager
+def frozen(model: HookedModel) -> Iterator[None]:
+    """Gradients inside the block for what hooks put in, none for weights; in eval mode, all as before at the end."""
+    flags = [(p, p.requires_grad) for p in model.module.parameters()]
+    # cuDNN's recurrent kernels have a backward pass in training mode only.
+    recurrent = any(isinstance(m, nn.RNNBase) for m in model.module.modules())
+    cudnn = recurrent and model.cfg.device.type == "cuda"
+    try:
+        for p, _ in flags:
+            p.requires_grad_(False)
+        with (
+            model.evaluating(),
+            differentiable(),
+            torch.backends.cudnn.flags(enabled=False) if cudnn else contextlib.nullcontext(),
+        ):
+            yield
+    finally:
+        for p, flag in flags:
+            p.requires_grad_(flag)
