@@ -26,6 +26,7 @@ from probelens.probing.splits import groups_of
 from probelens.running.collect import collect
 from probelens.subspaces.directions import definition_of, spaces_of
 from probelens.subspaces.leace import Eraser
+from probelens.subspaces.oracle import OracleEraser, QuadraticEraser, bound
 from probelens.subspaces.subspace import Subspace
 
 __all__ = ["ablate", "feeds_readout"]
@@ -37,7 +38,7 @@ FLOOR = 0.2
 def ablate(
     model: HookedModel,
     batch: Any,
-    subspaces: Mapping[Any, Subspace | Eraser] | ProbeResult,
+    subspaces: Mapping[Any, Subspace | Eraser | OracleEraser | QuadraticEraser] | ProbeResult,
     metric: Metric = "accuracy",
     refit: bool = True,
     controls: int = 20,
@@ -65,7 +66,8 @@ def ablate(
     Args:
         model: The wrapped model; run in eval mode.
         batch: Sequences that the subspaces were not fitted on. tokens (example, pos).
-        subspaces: Site, named in any way that ``resolve`` takes, to Subspace (projected out, its mean kept) or Eraser;
+        subspaces: Site, named in any way that ``resolve`` takes, to Subspace (projected out, its mean kept) or Eraser
+            (one that needs labels gets those of ``batch``);
             or a ProbeResult, of which ``directions`` says what is taken.
         metric: "accuracy" of the argmax of the logits against ``batch.labels[target]``,
             "next_token_loss" (nats), or a function of logits (batch, pos, d_vocab) and, by keyword,
@@ -125,6 +127,7 @@ def ablate(
     label = label_asked(batch, subspaces, label)
     target = label_of(batch, target, "target") if target is not None else label
     strata, goes = strata_given(batch, given, label), goes_with(batch, label, target, seed)
+    subspaces = bound(subspaces, batch.labels[label], batch.mask)
     spaces = by_point(model, spaces_of(subspaces, label, directions, rank))
     if controls < 0 or not 0 <= alpha <= 1:
         raise InputError(f"controls must be at least 0 and alpha from 0 to 1, got {controls} and {alpha}")

@@ -19,6 +19,7 @@ from probelens.subspaces.directions import between_share, variance_share
 from probelens.subspaces.fitted import moments, top_pca
 from probelens.subspaces.leace import Eraser
 from probelens.subspaces.matched import random, random_matched
+from probelens.subspaces.oracle import BoundEraser
 from probelens.subspaces.subspace import Subspace
 from probelens.tasks.data import Batch
 
@@ -132,6 +133,8 @@ def _draw_controls(
     problem: str | None = None
     if not controls or not kinds or not space.rank:
         return out, None if space.rank else "the subspace is empty, so there is nothing to compare with"
+    if isinstance(space, BoundEraser) and space.rank == space.d:
+        return out, "it moves every direction, so no other subspace of its rank is there to compare with"
     if "random" in kinds:
         out += [("random", i, random(space.rank, space.d, seed=seed * 1000 + i, mean=mean)) for i in range(controls)]
     if "random_matched" in kinds:

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -34,15 +34,15 @@ from probelens.results.rows import Rows
 from probelens.results.sentences import count, place, share
 from probelens.running.collect import collect
 from probelens.subspaces.inlp import Inlp, inlp
-from probelens.subspaces.leace import ConditionalLeaceFitter, Eraser, LeaceFitter
-from probelens.subspaces.subspace import Subspace
+from probelens.subspaces.leace import ConditionalLeaceFitter, LeaceFitter
+from probelens.subspaces.oracle import QuadraticFitter, oracle_of
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 __all__ = ["ErasureResult", "erase"]
 
-Method = Literal["leace", "inlp"]
+Method = Literal["leace", "inlp", "oracle", "quadratic"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,9 +51,9 @@ class ErasureResult(Rows):
 
     Args:
         rows: One per site; ``columns`` says what each holds.
-        subspaces: What was erased at each site, to use again: an Eraser or an Inlp.
+        subspaces: What was erased at each site, to use again: an Eraser, an Inlp, an OracleEraser or a QuadraticEraser.
         ablation: The behavioural cost with its controls, row by row.
-        method: "leace" or "inlp".
+        method: "leace", "inlp", "oracle" or "quadratic".
         label: The variable.
         margin: At chance means accuracy ≤ baseline + margin; the margin is smaller for a baseline near 1.
         extra: The caller's own notes, saved and loaded with the result.
@@ -61,7 +61,7 @@ class ErasureResult(Rows):
 
     columns = (
         *(dataclasses.replace(column, on="") for column in ABLATION),
-        Column("method", str, '"leace" or "inlp".'),
+        Column("method", str, '"leace", "inlp", "oracle" or "quadratic".'),
         Column("n_fit", int, "Sequences that the eraser was fitted on.", "sequences"),
         Column("at_chance", bool, "Whether the fresh linear probe is within ``margin`` of its baseline."),
         Column("reached", str, "The same in words."),
@@ -163,7 +163,9 @@ def erase(
         label: The variable to erase; needed unless the batch has one label.
         given: A label, or several, that ``label`` goes with and that are to stay; ``association`` and the findings say
             where one is needed.
-        method: "leace", or "inlp" (Ravfogel et al. 2020).
+        method: "leace"; "inlp" (Ravfogel et al. 2020); or with the labels of ``held_batch`` known to the eraser, which then
+            moves activations least: "oracle", after which all classes have one mean, and "quadratic" (QLEACE), after which
+            they have one covariance too. It moves every direction, so there are no subspaces to compare its cost with.
         sites: Hook points; the layer axis by default.
         margin: Largest distance from its baseline at which a probe is at chance.
         max_rank: Budget of directions for INLP; None for the width.
@@ -174,7 +176,8 @@ def erase(
     Raises:
         UnknownHookError: A site that the model doesn't have.
         ShapeError: Batches of different lengths are fine, but a site must give (batch, pos, d).
-        InputError: An unknown method or label, one class only, NaN at a site, or more than 5 % of the held-out
+        InputError: An unknown method or label, ``given`` with "quadratic", a class with no more rows than the width for
+            "quadratic", a label that what is given tells wholly, one class only, NaN at a site, or more than 5 % of the held-out
             sequences are in ``fit_batch`` too.
 
     Units:
@@ -187,17 +190,21 @@ def erase(
         that of arXiv 2606.00926 v2.
     """
     need_wrapped(model)
-    if method not in ("leace", "inlp"):
-        raise InputError(f"method {method!r} is not known. Allowed: 'leace', 'inlp'")
+    if method not in get_args(Method):
+        raise InputError(f"method {method!r} is not known. Allowed: {', '.join(map(repr, get_args(Method)))}")
+    if method == "quadratic" and given:
+        raise InputError(
+            f"given={given!r} with method 'quadratic': no quadratic eraser within strata is known. Use 'leace' or 'oracle'."
+        )
     label = label_of(fit_batch, label, "label")
     target = label_of(held_batch, label_of(held_batch, label, "label") if target is None else target, "target")
     _require_disjoint(fit_batch, held_batch)
     strata = strata_given(fit_batch, given, label)
     names = [point.name for point in resolve(model, sites)]
-    spaces: dict[str, Subspace | Eraser]
+    spaces: dict[str, Any]
     with _faster_backend(model):
-        if method == "leace":
-            spaces = _leace(model, fit_batch, names, label, strata, batch_size, progress)
+        if method != "inlp":
+            spaces = _streamed(model, fit_batch, names, label, method, strata, batch_size, progress)
         else:
             spaces = _inlp(model, fit_batch, names, label, strata, margin, max_rank, batch_size, seed, progress)
         ablation = ablate(
@@ -227,13 +234,14 @@ def _given(row: dict[str, Any]) -> str:
     return f" given {row['given']}" if row.get("given") else ""
 
 
-def _leace(
-    model: HookedModel, batch: Any, names: list[str], label: str, strata: Tensor | None, batch_size: int,
-    progress: bool,
+def _streamed(
+    model: HookedModel, batch: Any, names: list[str], label: str, method: Method, strata: Tensor | None,
+    batch_size: int, progress: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    fitters = {name: LeaceFitter() if strata is None else ConditionalLeaceFitter() for name in names}
+    new = QuadraticFitter if method == "quadratic" else LeaceFitter if strata is None else ConditionalLeaceFitter
+    fitters = {name: new() for name in names}
     chunks = torch.arange(len(batch)).split(max(batch_size, 1))
-    with progress_bar(len(chunks), "fitting LEACE", progress) as bar:
+    with progress_bar(len(chunks), f"fitting {method}", progress) as bar:
         for rows in chunks:
             part = batch[rows]
             acts = _activations(model, part, names, batch_size)
@@ -244,7 +252,11 @@ def _leace(
                 else:
                     fitter.update(acts[name], part.labels[label], part.mask)
             bar.update(1)
-    return {name: fitter.eraser for name, fitter in fitters.items()}
+    return {name: _eraser(fitter, method) for name, fitter in fitters.items()}
+
+
+def _eraser(fitter: Any, method: Method) -> Any:
+    return oracle_of(fitter) if method == "oracle" else fitter.eraser
 
 
 def _inlp(

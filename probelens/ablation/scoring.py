@@ -20,6 +20,7 @@ from probelens.running.collect import Activations, collect
 from probelens.running.sweep.conditions import Condition, Intervention, Read
 from probelens.running.sweep.plan import sweep
 from probelens.subspaces.leace import Eraser
+from probelens.subspaces.oracle import BoundEraser
 from probelens.subspaces.subspace import Subspace
 
 Metric = Literal["accuracy", "next_token_loss"] | Callable[..., Tensor]
@@ -190,13 +191,18 @@ def after(
         return removal(space, alpha)(acts[name])
     parts = []
     for rows in torch.arange(len(batch)).split(batch_size):
-        with model.hooks([(name, removal(space, alpha, batch.mask[rows]))]):
+        with model.hooks([(name, removal(_of(space, rows), alpha, batch.mask[rows]))]):
             parts.append(collect(model, batch[rows], [name], batch_size=batch_size)[name])
     return torch.cat(parts)
 
 
 def _removing(name: str, space: Subspace | Eraser, alpha: float, mask: Tensor) -> Intervention:
-    return Intervention(name, lambda rows: removal(space, alpha, mask[rows]))
+    return Intervention(name, lambda rows: removal(_of(space, rows), alpha, mask[rows]))
+
+
+def _of(space: Subspace | Eraser, rows: Any) -> Subspace | Eraser:
+    """What to remove from some examples of the batch."""
+    return space.on(rows) if isinstance(space, BoundEraser) else space
 
 
 def _metric(metric: Metric, target: str) -> Callable[..., Tensor]:

@@ -88,3 +88,24 @@ def between_rows(x: Tensor, y: Tensor) -> Tensor:
         sums.index_add_(0, where[i : i + _CHUNK].to(part.device), part)
     counts = counts.to(sums)[:, None]
     return (sums / counts - sums.sum(0) / len(x)) * (counts / len(x)).sqrt()
+
+
+def whitening(covariance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """Factors A, B with Aᵀ Σ A = I and A Bᵀ the identity on the support of Σ.
+
+    Eigenvalues are those of the correlations: a feature of huge scale, which residual streams have,
+    then can't push small ones under the floor. LEACE doesn't depend on the scale of features, but where Σ lost rank:
+    A then reads what lies off the support too, where the pseudo-inverse of B doesn't.
+    """
+    scale = covariance.diagonal().clamp(min=0).sqrt()
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    values, vectors = torch.linalg.eigh(covariance / torch.outer(scale, scale))
+    keep = values > values[-1].clamp(min=0) * floor
+    root = values[keep].sqrt()
+    return vectors[:, keep] / root / scale[:, None], vectors[:, keep] * root * scale[:, None]
+
+
+def pseudo_inverse(tall: Tensor) -> Tensor:
+    """Transposed, of a matrix of full column rank: zero on everything orthogonal to its columns. (d, r)"""
+    q, r = torch.linalg.qr(tall)
+    return torch.linalg.solve_triangular(r, q.mT, upper=True).mT

@@ -5,6 +5,7 @@ from probelens.subspaces.fitted import class_means, from_probe, mean_difference,
 from probelens.subspaces.inlp import Inlp, inlp
 from probelens.subspaces.leace import ConditionalLeaceFitter, Eraser, LeaceFitter, leace
 from probelens.subspaces.matched import random, random_matched
+from probelens.subspaces.oracle import OracleEraser, QuadraticEraser, QuadraticFitter, oracle, quadratic
 from probelens.subspaces.subspace import Subspace
 
 __all__ = [
@@ -20,3 +21,4 @@ __all__ = [
 ]
 __all__ += ["inlp", "leace", "mean_difference", "moments", "pca", "probe_rows", "random", "random_matched", "svd"]
 __all__ += ["top_pca", "variance_share"]
+__all__ += ["OracleEraser", "QuadraticEraser", "QuadraticFitter", "oracle", "quadratic"]

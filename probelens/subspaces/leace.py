@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
-from probelens.numerics.linalg import covariance_of
+from probelens.numerics.linalg import covariance_of, pseudo_inverse, whitening
 from probelens.numerics.tensors import class_numbers, flat_rows, tensor_of, to_float64
 from probelens.results.result import Result
 
@@ -230,6 +230,24 @@ class LeaceFitter:
         return self._xz / self.n
 
     @property
+    def label_covariance(self) -> Tensor:
+        """Σ_zz, divided by n. (k, k)"""
+        self._need_rows()
+        return (self._zz + self._zz.mT) / (2 * self.n)
+
+    @property
+    def mean_label(self) -> Tensor:
+        """E z: the shares of the classes that occur, ids ascending, or the mean of the numbers. (k,)"""
+        self._need_rows()
+        return self._mean_z
+
+    @property
+    def classes(self) -> Tensor | None:
+        """Ids of the classes that occur, ascending; None where numbers are erased. (k,)"""
+        self._need_rows()
+        return self._ids
+
+    @property
     def eraser(self) -> Eraser:
         """The eraser of everything collected so far.
 
@@ -247,18 +265,18 @@ class LeaceFitter:
         self._need_rows()
         rounding = 1e-24 * self._mean_z.square() * self.n  # what it leaves of a constant label
         varies = (self._zz.diagonal() > rounding).to(self._zz)
-        root_z, _ = _whitening(self._zz * torch.outer(varies, varies) / self.n, floor=1e-10)
+        root_z, _ = whitening(self._zz * torch.outer(varies, varies) / self.n, floor=1e-10)
         if root_z.shape[1] == 0:
             raise InputError(f"the label is constant over {self.n} rows (one class only): there is nothing to erase")
         eps = torch.finfo(self._xx.dtype).eps
-        white, unwhite = _whitening(self.covariance, floor=len(self.mean) * eps)
+        white, unwhite = whitening(self.covariance, floor=len(self.mean) * eps)
         # With z whitened as well the singular values are canonical correlations, between 0 and 1, and a
         # tolerance on them means the same for every scale of x and every class balance.
         u, s, _ = torch.linalg.svd(white.mT @ self.cross_covariance @ root_z, full_matrices=False)
         u, s = u[:, s > self.tol], s[s > self.tol]
         if unwhite.shape[1] < len(unwhite):
             # Σ lost rank: a new row's part off its support carries nothing of the label, and must not be read.
-            white = _pseudo_inverse(unwhite)
+            white = pseudo_inverse(unwhite)
         left, right = (unwhite @ u).contiguous(), (white @ u).mT.contiguous()
         return Eraser(left, right, self.mean, s.clamp(max=1.0), "leace")
 
@@ -355,6 +373,17 @@ class ConditionalLeaceFitter:
         Raises:
             InputError: No rows, or a label that is constant within every stratum.
         """
+        return self.whole().eraser
+
+    def whole(self) -> LeaceFitter:
+        """A fitter whose covariances are those within strata, and whose means are those over all of them.
+
+        Returns:
+            The fitter, whose ``eraser`` is this one's.
+
+        Raises:
+            InputError: No rows, or a label that is constant within every stratum.
+        """
         within, parts = self._within, list(self._strata.values())
         within._need_rows()
         mean = torch.stack([part.n / self.n * part.mean for part in parts]).sum(0)
@@ -366,7 +395,7 @@ class ConditionalLeaceFitter:
             )
         whole = LeaceFitter(tol=within.tol)
         whole._merge(self.n, mean, mean_z, within._xx, within._xz, within._zz, within._ids)
-        return whole.eraser
+        return whole
 
     def _every(self, part: LeaceFitter) -> Tensor:
         """Class shares of a stratum, zero for classes that it lacks."""
@@ -404,27 +433,6 @@ def leace(
     if given is not None:
         return ConditionalLeaceFitter(tol=tol).update(X, y, given, mask).eraser
     return LeaceFitter(tol=tol).update(X, y, mask).eraser
-
-
-def _whitening(covariance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """Factors A, B with Aᵀ Σ A = I and A Bᵀ the identity on the support of Σ.
-
-    Eigenvalues are those of the correlations: a feature of huge scale, which residual streams have,
-    then can't push small ones under the floor. LEACE doesn't depend on the scale of features, but where Σ lost rank:
-    A then reads what lies off the support too, where the pseudo-inverse of B doesn't.
-    """
-    scale = covariance.diagonal().clamp(min=0).sqrt()
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    values, vectors = torch.linalg.eigh(covariance / torch.outer(scale, scale))
-    keep = values > values[-1].clamp(min=0) * floor
-    root = values[keep].sqrt()
-    return vectors[:, keep] / root / scale[:, None], vectors[:, keep] * root * scale[:, None]
-
-
-def _pseudo_inverse(tall: Tensor) -> Tensor:
-    """Transposed, of a matrix of full column rank: zero on everything orthogonal to its columns. (d, r)"""
-    q, r = torch.linalg.qr(tall)
-    return torch.linalg.solve_triangular(r, q.mT, upper=True).mT
 
 
 def _placed(t: Tensor, ids: Tensor, every: Tensor) -> Tensor:

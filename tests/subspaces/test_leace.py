@@ -8,7 +8,8 @@ import torch
 
 import probelens as pl
 from probelens.errors import InputError, ShapeError, StoreError
-from probelens.subspaces.leace import Eraser, LeaceFitter, _whitening, leace
+from probelens.numerics.linalg import whitening
+from probelens.subspaces.leace import Eraser, LeaceFitter, leace
 
 
 def planted(n=3000, d=20, n_classes=3, seed=0, strength=2.0):
@@ -98,7 +99,7 @@ def test_rows_off_the_support_of_the_covariance_agree_with_concept_erasure_too()
     off = x + 10 * torch.randn(500, 12, generator=gen).double()
     torch.testing.assert_close(fitter.eraser(off), reference(off), rtol=0, atol=1e-6)
     # Control: whitening in the scale of the features reads the part off the support, which says nothing of the label.
-    white, unwhite = _whitening(fitter.covariance, 1e-12)
+    white, unwhite = whitening(fitter.covariance, 1e-12)
     u = torch.linalg.svd(white.mT @ fitter.cross_covariance, full_matrices=False).U[:, :3]
     leaky = off - (off - x.mean(0)) @ white @ u @ u.mT @ unwhite.mT
     assert float((leaky - reference(off)).norm(dim=1).mean()) > 10
