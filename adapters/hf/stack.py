@@ -131,7 +131,7 @@ class HFStack(HFAdapter):
                 self.interior(prefix + name, where, axes=axes, note=note) for name, (axes, note) in _INSIDE.items()
             ]
         elif heads and first_child(module, ("q",)) and hasattr(module, "compute_bias"):
-            # T5 before transformers 5.15 computes its scores itself. It has no rotary embedding to wait for.
+            # T5 of older versions computes its scores itself. It has no rotary embedding to wait for.
             for name, part in (("hook_q", "q"), ("hook_k", "k"), ("hook_v", "v")):
                 axes, note = _INSIDE[name]
                 points.append(self.boundary(prefix + name, join(where, part), "out", axes=axes, heads=heads, note=note))

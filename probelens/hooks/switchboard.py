@@ -71,8 +71,9 @@ class Entry:
                 f"grad is {'on' if torch.is_grad_enabled() else 'off (torch.no_grad or inference_mode)'} "
                 "and the tensor doesn't require one. Turn gradients on for the parameters or the input."
             )
-        # A view of its own makes the gradient the one of this point, not of the tensor's other uses.
-        tensor = tensor.view_as(tensor)
+        # A tensor of its own makes the gradient the one of this point, not of the tensor's other uses. In a view the hook
+        # would be lost where the model adds to it in place, as Falcon does.
+        tensor = tensor.clone()
         self.attached += 1
 
         def on_gradient(grad: Tensor) -> Tensor | None:

@@ -332,6 +332,27 @@ def test_gradients_at_every_point_inside_a_block_are_finite_differences(name: st
         assert measured == pytest.approx(slope, rel=1e-2, abs=5e-3), point
 
 
+@pytest.mark.parametrize("name", [*HF, *zoo.ENCODERS])
+def test_a_gradient_arrives_at_every_point(name: str) -> None:
+    _, model = wrapped(name)
+    seen: set[str] = set()
+    hooks = [(point, lambda grad, hook: seen.add(hook.name)) for point in model.hook_dict]
+    model.run_with_hooks(zoo.tokens(), bwd_hooks=hooks).square().sum().backward()
+    assert seen == set(model.hook_dict)
+
+
+def test_the_gradient_at_a_tensor_that_the_model_adds_to_in_place_is_that_of_a_leaf() -> None:
+    raw, model = wrapped("falcon")
+    x, leaf = zoo.tokens(), torch.zeros(2, 7, zoo.WIDTH, requires_grad=True)
+    with raw.transformer.h[0].mlp.register_forward_hook(lambda module, args, out: out + leaf):
+        (want,) = torch.autograd.grad(raw(x).logits.square().sum(), leaf)
+    got: list[Tensor] = []
+    out = model.run_with_hooks(x, bwd_hooks=[("blocks.0.hook_mlp_out", lambda grad, hook: got.append(grad.clone()))])
+    out.square().sum().backward()
+    assert torch.allclose(got[0], want, rtol=1e-4, atol=1e-4 * size(want))
+    assert want.any()
+
+
 # -- generation with a cache -------------------------------------------------------------------------------------
 
 GENERATING = [n for n in HF if n not in ("neox-sequential", "opt-norm-after", "bart")]

@@ -28,7 +28,7 @@ def logits(raw: nn.Module, x: dict[str, Tensor]) -> Tensor:
 
 
 def scores_here(model: pl.HookedModel) -> bool:
-    """False for T5 of transformers before 5.15, which doesn't go through the attention interface."""
+    """False for T5 of older versions, which doesn't go through the attention interface."""
     return "blocks.0.attn.hook_pattern" in model.hook_dict
 
 

@@ -25,7 +25,7 @@ def places(name: str, block: nn.Module) -> list[nn.Module]:
     names = PLACES.get(name.split("-")[0], DENSE)
     try:
         return [block.get_submodule(path) for path in names]
-    except AttributeError:  # ViT was built as BERT before transformers 5.15
+    except AttributeError:  # in older versions ViT is built as BERT
         return [block.get_submodule(path) for path in DENSE]
 
 
