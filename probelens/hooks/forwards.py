@@ -252,7 +252,7 @@ def attach_to_module(switchboard: Fires, point: HookPoint) -> list[Any]:
             seen = layout.to_hook(seen, now)
         version = version_of(seen)
         step = steps and layout is not None and seen.ndim < len(layout.axes or ())
-        new = switchboard.fire(name, seen, *((0, 1) if step else (None, None)), False, call)
+        new = switchboard.fire(name, seen, 0 if step else None, 1 if step else None, call=call)
         if new is seen:
             # What a hook writes into a view reaches the model; what it writes into a copy is put back.
             copied = site.scale != 1 or not isinstance(value, Tensor)

@@ -41,7 +41,9 @@ class TransformerLensMethods:
 
     # -- hooks that stay ------------------------------------------------------------
 
-    def add_hook(self, name: Names, hook: HookFn, dir: Direction = "fwd", is_permanent: bool = False) -> None:
+    def add_hook(
+        self, name: Names, hook: HookFn, dir: Direction = "fwd", is_permanent: bool = False, *, prepend: bool = False
+    ) -> None:
         """A hook that stays until ``reset_hooks``, for every thread.
 
         Args:
@@ -49,6 +51,7 @@ class TransformerLensMethods:
             hook: fn(tensor, hook) returning a tensor, or None for no change.
             dir: "fwd" or "bwd".
             is_permanent: Stay also through ``reset_hooks()``.
+            prepend: Call it before the hooks that are there.
 
         Raises:
             UnknownHookError: No such point.
@@ -60,14 +63,14 @@ class TransformerLensMethods:
             raise InputError(f"a hook is a function fn(tensor, hook), got {hook!r}")
         points = self.points.match(name)[0]
         entries = [Entry(p, hook, dir, is_permanent, thread=None) for p in points]
-        self.switchboard.add(entries)
+        self.switchboard.add(entries, first=prepend)
         self.switchboard.staying += entries
 
     def reset_hooks(
         self, clear_contexts: bool = True, direction: Literal["fwd", "bwd", "both"] = "both",
         including_permanent: bool = False, name: Names = None,
     ) -> None:  # fmt: skip
-        """Remove the hooks of ``add_hook``.
+        """Remove the hooks of ``add_hook``, and inside ``hooks`` this thread's hooks of the block.
 
         Args:
             clear_contexts: Empty every hook point's ``ctx``.
@@ -83,7 +86,7 @@ class TransformerLensMethods:
             raise InputError(f"direction={direction!r} is not known. Allowed: 'fwd', 'bwd', 'both'")
         where = None if name is None else {point.name for point in self.points.match(name)[0]}
         gone = [
-            e for e in self.switchboard.staying
+            e for e in {*self.switchboard.staying, *self.switchboard.listening_here()}
             if direction in ("both", e.dir) and (including_permanent or not e.permanent)
             and (where is None or e.point.name in where)
         ]  # fmt: skip

@@ -19,6 +19,10 @@ __all__ = ["HasPoints", "Points", "by_point", "need_wrapped", "resolve"]
 T = TypeVar("T")
 # How the names of points begin that a forward reaches before the blocks: an encoder is all done before its decoder's.
 _BEFORE = ("hook_embed", "embed", "hook_pos_embed", "encoder")
+_BY_MODULE = {
+    "hook_embed": "embed.hook_out", ".hook_resid_pre": ".hook_in", ".hook_resid_post": ".hook_out",
+    "hook_attn_out": "attn.hook_out", "hook_mlp_out": "mlp.hook_out",
+}  # fmt: skip
 ALL_NAMES = "All names: model.hook_points()"
 
 
@@ -89,7 +93,7 @@ class Points(NameTable):
         self.adapter, self.owner = adapter, owner
         self.named = {point.name: point for point in adapter.all_points}
         aliases = {other: point.name for point in adapter.all_points for other in point.aliases}
-        super().__init__(self.named, aliases, adapter.cfg.n_layers)
+        super().__init__(self.named, self._other_names() | aliases, adapter.cfg.n_layers)
         # What the tensor of a point can also be called: by the path of the module that it enters or leaves as it is.
         self.paths = {
             f"{point.site.path}.hook_{point.site.side}": point.name
@@ -98,6 +102,17 @@ class Points(NameTable):
         }
         for point in adapter.all_points:
             self._take(point)
+
+    def _other_names(self) -> dict[str, str]:
+        """TransformerLens 4's names, by module, of points that have another name here."""
+        found = {}
+        for name in self.named:
+            for tail, others in _BY_MODULE.items():
+                stem = name.removesuffix(tail)
+                other = stem + others
+                if stem != name and other not in self.named and not self._has_module(other.rpartition(".hook_")[0]):
+                    found[other] = name
+        return found
 
     def match(self, names: Names) -> tuple[list[HookPoint], bool]:
         """The points that ``names`` means, each once, and whether each was named by itself; see ``lookup``."""

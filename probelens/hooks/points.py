@@ -195,14 +195,15 @@ class HookPoint:
         return point
 
     def add_hook(
-        self, hook: Callable[..., Tensor | None], dir: Literal["fwd", "bwd"] = "fwd", is_permanent: bool = False
-    ) -> None:
+        self, hook: Callable[..., Tensor | None], dir: Literal["fwd", "bwd"] = "fwd", is_permanent: bool = False,
+        *, prepend: bool = False,
+    ) -> None:  # fmt: skip
         """``model.add_hook`` at this point.
 
         Args:
             Those of ``HookedModel.add_hook``, without ``name``.
         """
-        self._model().add_hook(self, hook, dir, is_permanent)
+        self._model().add_hook(self, hook, dir, is_permanent, prepend=prepend)
 
     def remove_hooks(self, dir: Literal["fwd", "bwd", "both"] = "fwd", including_permanent: bool = False) -> None:
         """Remove the hooks that ``add_hook`` put at this point.

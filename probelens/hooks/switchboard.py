@@ -51,6 +51,10 @@ class Entry:
             return self._listen_to_gradient(tensor, hook)
         self.fired += 1
         fn = self.fn if self.keep is None or not last_use else self.keep
+        if tensor.requires_grad and torch.is_grad_enabled() and not (self.reads or getattr(fn, "pure", False)):
+            # A hook may write into what it gets; autograd refuses that for a view that a split gave, and for a tensor
+            # that the backward pass needs.
+            tensor = tensor.clone()
         try:
             with _named(hook):
                 new = fn(tensor, hook=hook)
@@ -82,6 +86,8 @@ class Entry:
             self.fired += 1
             with _named(hook):
                 new = self.fn(grad, hook=hook)
+            # PyTorch's own backward hooks, and so TransformerLens', return a tuple.
+            new = new[0] if isinstance(new, tuple) and len(new) == 1 else new
             return None if new is None else checked(new, grad, hook)
 
         tensor.register_hook(on_gradient)
@@ -296,11 +302,16 @@ class Switchboard:
         """Whether this thread's runs call no hook now."""
         return threading.get_ident() in self._muted
 
-    def add(self, entries: Iterable[Entry]) -> None:
+    def listening_here(self) -> list[Entry]:
+        """The hooks in place that only this thread's calls reach, as inside ``hooks``."""
+        return [e for each in self.entries.values() for e in each if e.thread is not None and e.here()]
+
+    def add(self, entries: Iterable[Entry], first: bool = False) -> None:
         """Put hooks in place. On an error none of them stays.
 
         Args:
             entries: Functions at points.
+            first: Before those that are there.
         """
         added: list[Entry] = []
         with self._lock:
@@ -310,10 +321,11 @@ class Switchboard:
                     if not self.entries:
                         hold()
                         self.passes.watch()
-                    first = name not in self.entries
-                    self.entries.setdefault(name, []).append(entry)
+                    new = name not in self.entries
+                    here = self.entries.get(name, [])
+                    self.entries[name] = [entry, *here] if first else [*here, entry]
                     added.append(entry)
-                    if first:
+                    if new:
                         self._install(entry.point)
             except BaseException:
                 self.remove(added)
@@ -429,7 +441,8 @@ def check_fired(entries: Iterable[Entry], *, backward: bool = True) -> None:
 
     Where no backward pass should have happened by now, a backward hook counts once it is attached to the graph.
     """
-    silent = [e for e in entries if not e.fired and (backward or not e.attached)]
+    # Not those that reset_hooks() took away.
+    silent = [e for e in entries if e.active and not e.fired and (backward or not e.attached)]
     if not silent:
         return
     if all(e.attached for e in silent):

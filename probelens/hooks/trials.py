@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from probelens.errors import InputError
+from probelens.errors import InputError, ProbelensError
 from probelens.hooks.config import Call
 from probelens.hooks.forwards import SwappedForward
+from probelens.hooks.passes.kept import restored
 from probelens.hooks.protocol import Wrapped
 
 Answer = TypeVar("Answer")
@@ -215,9 +216,16 @@ def random_tokens(model: Wrapped, rows: int = 2, length: int = 5) -> Tensor:
     return torch.randint(vocab, (rows, length), generator=generator).to(model.adapter.device())
 
 
-def run_alone(model: Wrapped, call: Call) -> Tensor:
-    """The logits of a call in evaluation mode, without hooks, gradients or compiled code; Untried if it raises."""
-    with model.switchboard.muted(), torch.no_grad(), model.evaluating():
+def run_alone(model: Wrapped, call: Call, restores: bool = True) -> Tensor:
+    """The logits of a call in evaluation mode, without hooks, gradients or compiled code; Untried if it raises.
+
+    What the model keeps between calls is put back, unless ``restores`` is False.
+    """
+    with model.switchboard.muted(), torch.no_grad(), model.evaluating(), contextlib.ExitStack() as stack:
+        if restores:
+            # Not before the weights are what the first run makes of them for good.
+            model.adapter.apply_lazy_rescaling()
+            stack.enter_context(restored(model.module))
         try:
             out: Tensor = model.adapter.output(model.run(call))
         except Exception as err:
@@ -265,7 +273,7 @@ def _starts_at(model: Wrapped, layer: int, inputs: Any) -> bool:
         except Untried as err:
             why = str(err)
             continue
-        with model.switchboard.muted(), torch.no_grad(), model.evaluating():
+        with model.switchboard.muted(), torch.no_grad(), model.evaluating(), restored(model.module):
             resid = model.run(model.prepare(x), stop=layer)
             if resid.ndim != 3 or resid.shape[0] != len(full):
                 return False
@@ -313,22 +321,50 @@ def faster_forwards_agree(model: Wrapped, paths: list[str]) -> bool:
 def require_repeatable(model: Wrapped, inputs: Any = None) -> None:
     """Refuse to compare runs of a model that gives other outputs when it runs on the same inputs again."""
 
-    def trial() -> bool:
-        for x in inputs_to_try(model, inputs):
-            calls = [model.prepare(tokens) for tokens in (x, _reversed_rows(x), x)]
+    def same(found: Tensor, expected: Tensor) -> bool:
+        # A model whose logits are NaN repeats itself as well; what it runs for says what is wrong with it.
+        return torch.equal(found.isnan(), expected.isnan()) and agree(
+            found.nan_to_num(), expected.nan_to_num(), model.cfg.dtype
+        )
+
+    def trial() -> str:
+        small = isinstance(inputs, Tensor) and 2 < len(inputs) <= 64
+        for x in (*inputs_to_try(model, inputs), *([inputs] if small else [])):
             try:
-                first, _, again = (run_alone(model, call) for call in calls)
-            except Untried:
+                calls = [model.prepare(tokens) for tokens in (x, _reversed_rows(x), x)]
+                with model.evaluating():
+                    model.adapter.apply_lazy_rescaling()
+                with restored(model.module) as kept:
+                    first, _, again = (run_alone(model, call, restores=False) for call in calls)
+                    changed = kept.put_back()
+                    if same(again, first):
+                        return "repeats itself"
+                    return _cause(
+                        changed, same(run_alone(model, calls[0]), run_alone(model, calls[0])), first, model, calls[0]
+                    )
+            except (Untried, ProbelensError):
                 continue
-            # A model whose logits are NaN repeats itself as well; what it runs for says what is wrong with it.
-            same = torch.equal(again.isnan(), first.isnan())
-            return same and agree(again.nan_to_num(), first.nan_to_num(), model.cfg.dtype)
         raise Untried("its forward raises on the inputs of the trial")
 
     with contextlib.suppress(Untried):  # The run itself will raise what the forward raises.
-        if not remembered(model, model.module, "repeatable", trial):
+        found = remembered(model, model.module, "repeatable", trial)
+        if found != "repeats itself":
             raise InputError(
                 f"this {type(model.module).__name__} gives other outputs for the same inputs when it runs again, in "
-                "evaluation mode: it keeps state between calls, or draws random numbers. Runs of it can't be compared. "
-                "Reset the state at the start of its forward, or turn the random numbers off"
+                f"evaluation mode: {found}. Runs of it can't be compared"
             )
+
+
+def _cause(changed: list[str], again: bool, first: Tensor, model: Wrapped, call: Call) -> str:
+    """Why a model doesn't repeat itself, and what to do; ``again`` says whether it does from the same state."""
+    if again and changed:
+        # Both runs drew the same random numbers, so these are no cause.
+        with torch.random.fork_rng([]):
+            torch.manual_seed(torch.initial_seed() + 1)
+            other = run_alone(model, call)
+        if agree(other.nan_to_num(), first.nan_to_num(), model.cfg.dtype):
+            return f"it keeps state between calls, in {', '.join(changed[:3])}. Reset it at the start of its forward"
+    return (
+        "it draws random numbers, as dropout does that is always on (F.dropout without training=self.training), or keeps "
+        "state that isn't among its attributes. Turn the random numbers off, or reset the state at the start of its forward"
+    )

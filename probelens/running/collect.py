@@ -21,6 +21,7 @@ from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped, resolve
 from probelens.hooks.points import HookPoint, has_positions
 from probelens.hooks.shorthand import Names, NameTable
+from probelens.hooks.trials import require_repeatable
 from probelens.numerics.tensors import whole_number
 from probelens.results.progress import progress_bar
 from probelens.results.result import Result
@@ -195,6 +196,7 @@ def collect(
     each = kept is not None and kept.ndim == 2
     # Positions of plain tokens are the same in every batch.
     sliced = pos is not None and not each and examples.plain
+    require_repeatable(model, examples.rows(slice(2)))
     stop = stops_at(model, names)
     store: _Memory | Stream
     if out is None:

@@ -355,3 +355,45 @@ def test_a_state_that_does_not_say_where_it_is_is_refused() -> None:
         generated(model, tokens, pl.edits.zero(pos=0), True)
     assert generated(model, tokens, pl.edits.scale(0.5), True).shape == (4, 2, V)
     assert not model.has_hooks()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_last_is_the_last_real_token_by_the_mask_of_the_run(side: str) -> None:
+    model, tokens, last = pl.wrap(generating("gpt2")), torch.randint(1, V, (3, 6)), torch.tensor([5, 2, 3])
+    if side == "left":
+        mask = (torch.arange(6) >= torch.tensor([0, 3, 2])[:, None]).long()
+        last = torch.full((3,), 5)
+    else:
+        mask = (torch.arange(6) <= last[:, None]).long()
+    _, whole = model.run_with_cache(tokens, "resid_post", attention_mask=mask)
+    right = whole["resid_post", 0][torch.arange(3), last]
+    _, found = model.run_with_cache(tokens, "resid_post", attention_mask=mask, pos_slice="last")
+    torch.testing.assert_close(found["resid_post", 0][:, 0], right)
+    acts = pl.collect(model, {"input_ids": tokens, "attention_mask": mask}, "resid_post", pos="last")
+    torch.testing.assert_close(acts["resid_post", 0][:, 0], right)
+    if side == "right":
+        with pytest.raises(pl.errors.ProbelensError, match="padding"):
+            pl.collect(model, {"input_ids": tokens, "attention_mask": mask}, "resid_post", pos=-1)
+    v = torch.randn(32) * 3
+
+    def by_example(out: Tensor, hook: object) -> Tensor:
+        out = out.clone()
+        out[torch.arange(3), last] += v
+        return out
+
+    with torch.no_grad():
+        want = model.run_with_hooks(tokens, [("blocks.0.hook_resid_post", by_example)], attention_mask=mask)
+        for edit in (pl.edits.add(v, pos="last"), pl.at("last", lambda t, hook: t + v), pl.edits.add(v, pos=last)):
+            got = model.run_with_hooks(tokens, [("blocks.0.hook_resid_post", edit)], attention_mask=mask)
+            torch.testing.assert_close(got, want)
+    for wrong in (torch.tensor([1, 2]), torch.tensor([1, 2, 3, 4])):
+        for call in (
+            lambda wrong=wrong: model.run_with_cache(tokens, "resid_post", pos_slice=wrong),
+            lambda wrong=wrong: model.run_with_hooks(tokens, [("blocks.0.hook_resid_post", pl.edits.zero(pos=wrong))]),
+            lambda wrong=wrong: model.run_with_hooks(
+                tokens, [("blocks.0.hook_resid_post", pl.at(wrong, lambda t, hook: t))]
+            ),
+            lambda wrong=wrong: pl.collect(model, tokens, "resid_post", pos=wrong),
+        ):
+            with pytest.raises(pl.errors.ShapeError, match="examples"):
+                call()

@@ -714,3 +714,48 @@ def test_a_hook_that_runs_its_own_model_is_an_error_that_says_so_once(site: str)
     with pytest.raises(RecursionError):
         model.run_with_hooks(x, [(site, deep)])
     assert not model.has_hooks()
+
+
+@pytest.mark.parametrize("point", "qkvz")
+def test_a_hook_may_write_into_what_it_gets_with_gradients_on(point: str) -> None:
+    raw = zoo.build("gpt2")
+    model, tokens = pl.wrap(raw), zoo.tokens(2, 6)
+
+    def ablate(value: torch.Tensor, hook: pl.HookPoint) -> torch.Tensor:
+        value[:, :, 1, :] = 0.0
+        return value
+
+    def silently(value: torch.Tensor, hook: pl.HookPoint) -> None:
+        value[:, :, 1, :] = 0.0
+
+    name = f"blocks.0.attn.hook_{point}"
+    with torch.no_grad():
+        plain, right = model(tokens), model.run_with_hooks(tokens, [(name, pl.edits.at_heads(1, pl.edits.zero()))])
+    assert (plain - right).abs().max() > 1e-4
+    for hook in (ablate, silently):
+        found = model.run_with_hooks(tokens, [(name, hook)])
+        torch.testing.assert_close(found, right)
+        found.sum().backward()
+        assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in raw.parameters())
+        with torch.no_grad():
+            torch.testing.assert_close(model.run_with_hooks(tokens, [(name, hook)]), right)
+
+
+def test_reset_hooks_inside_a_block_takes_its_hooks_away_and_prepend_comes_first() -> None:
+    model, tokens, calls = pl.wrap(zoo.build("gpt2")), zoo.tokens(1, 4), list[str]()
+    with model.hooks([("hook_embed", lambda t, hook: calls.append("inside"))]):
+        model(tokens)
+        model.reset_hooks()
+        model(tokens)
+    assert calls == ["inside"]
+    model.add_hook("hook_embed", lambda t, hook: calls.append("second"))
+    model.hook_dict["hook_embed"].add_hook(lambda t, hook: calls.append("first"), prepend=True)
+    model(tokens)
+    assert calls == ["inside", "first", "second"]
+    model.reset_hooks()
+    seen: list[int] = []
+    loss = model.run_with_hooks(
+        tokens, bwd_hooks=[("blocks.0.hook_resid_post", lambda g, hook: (seen.append(1), (g,))[1])], return_type="loss"
+    )
+    loss.backward()
+    assert seen == [1]

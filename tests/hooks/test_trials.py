@@ -317,3 +317,46 @@ def test_a_comparison_allows_the_rounding_of_the_dtype_and_no_more(
     assert not agree(x.to(dtype), infinite)
     assert not agree(x.to(dtype)[:5], x.to(dtype))
     assert not agree(x.to(dtype) * torch.nan, x.to(dtype))
+
+
+class Remembers(nn.Module):
+    """Keeps its hidden state between calls, or draws random numbers in evaluation mode."""
+
+    def __init__(self, noisy: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.noisy, self.state, self.seen = noisy, None, list[int]()
+        self.embed, self.rnn, self.unembed = nn.Embedding(60, 16), nn.LSTM(16, 16, batch_first=True), nn.Linear(16, 60)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out, state = self.rnn(self.embed(tokens), None if self.noisy else self.state)
+        if self.noisy:
+            return self.unembed(torch.dropout(out, 0.3, True))
+        self.state = tuple(part.detach() for part in state)
+        self.seen.append(len(tokens))
+        self.count += 1
+        return self.unembed(out)
+
+
+@pytest.mark.parametrize(("noisy", "cause"), [(False, "keeps state between calls, in state"), (True, "dropout")])
+def test_runs_that_can_not_be_compared_are_refused_with_the_cause_and_the_state_is_put_back(
+    noisy: bool, cause: str
+) -> None:
+    module = Remembers(noisy).eval()
+    model, tokens = pl.wrap(module), torch.randint(1, 60, (4, 8))
+    other = tokens.clone()
+    other[:, 5] = tokens[:, 5] % 59 + 1
+    pairs = pl.PatchPairs(tokens, other, torch.full((4,), 5), torch.full((4,), 7), torch.tensor([[3, 5]] * 4))
+    random = torch.random.get_rng_state()
+    for _ in range(2):
+        for call in (lambda: pl.patch(model, pairs, "resid_post"), lambda: pl.collect(model, tokens)):
+            with pytest.raises(pl.errors.InputError, match=cause):
+                call()
+        assert module.state is None
+        assert module.seen == []
+        assert module.count.item() == 0
+    assert torch.equal(torch.random.get_rng_state(), random)
+    # A run of the caller's own leaves what it leaves.
+    model(tokens)
+    assert module.noisy or (module.state is not None and module.seen == [4])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ class Edit:
     """
 
     pos: Positions = None
+    pure: ClassVar[bool] = True  # leaves what it gets as it is
 
     def new(self, tensor: Tensor, hook: HookPoint | None) -> Tensor:
         """Compute what the tensor becomes where the edit applies. Subclasses define it.

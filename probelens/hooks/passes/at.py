@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ class At:
 
     positions: tuple[int, ...] | Literal["last"] | Tensor
     fn: HookFn
+    pure: ClassVar[bool] = True  # it copies what ``fn`` may write into
 
     def resolve(self, length: int | None, real: Tensor | None = None) -> list[int]:
         """The positions counted from the start.

@@ -18,8 +18,8 @@ from probelens.hooks.switchboard import Entry
 
 __all__ = ["Slice", "recorders", "slice_positions", "without_batch"]
 
-Slice = int | slice | list[int] | Tensor | tuple[Any, ...] | None
-"""Positions or examples: an int, a slice, a list, a tensor, `(start, stop)` as in TransformerLens, or None for all."""
+Slice = int | slice | list[int] | Tensor | tuple[Any, ...] | str | None
+"""Positions or examples: an int, a slice, a list, a tensor (one per example), "last", TransformerLens' `(start, stop)` or `Slice`, or None."""
 
 
 def slice_positions(tensor: Tensor, pos: Slice, axis: int = 1, real: Tensor | None = None) -> Tensor:
@@ -90,6 +90,8 @@ def recorders(
     (batch, ...) a step. ``squeeze`` leaves out a batch axis of size 1.
     """
     cache = {} if cache is None else cache
+    # One position keeps its axis here, as in TransformerLens; its Slice(-1) doesn't.
+    pos_slice = [pos_slice] if isinstance(pos_slice, int) else getattr(pos_slice, "slice", pos_slice)
 
     def kept_of(tensor: Tensor, hook: HookPoint, last_use: bool = False) -> Tensor:
         kept = tensor.detach()
