@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probelens.ablation.controls import CONTROLS, Control, label_asked, label_of, with_controls
+from probelens.ablation.comparing import Adjust, need_adjust
+from probelens.ablation.controls import CONTROLS, Control, Draws, label_asked, label_of, with_controls
 from probelens.ablation.given import Given, goes_with, names_given, strata_given
+from probelens.ablation.reading import feeds_readout, unread_sites
 from probelens.ablation.result import AblationResult
 from probelens.ablation.scoring import Metric, accuracy_chance, after, run, score
+from probelens.ablation.verdict import FLOOR, needed, verdict
 from probelens.errors import InputError, metric_name
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import by_point, need_wrapped
@@ -29,10 +32,9 @@ from probelens.subspaces.leace import Eraser
 from probelens.subspaces.oracle import OracleEraser, QuadraticEraser, bound
 from probelens.subspaces.subspace import Subspace
 
-__all__ = ["ablate", "feeds_readout"]
+__all__ = ["ablate"]
 
 MARGIN = 0.02
-FLOOR = 0.2
 
 
 def ablate(
@@ -41,7 +43,7 @@ def ablate(
     subspaces: Mapping[Any, Subspace | Eraser | OracleEraser | QuadraticEraser] | ProbeResult,
     metric: Metric = "accuracy",
     refit: bool = True,
-    controls: int = 20,
+    controls: int | None = None,
     *,
     directions: Definition | None = None,
     rank: int | None = None,
@@ -49,6 +51,7 @@ def ablate(
     target: str | None = None,
     given: Given = None,
     kinds: Sequence[Control] = CONTROLS,
+    adjust: Adjust = "max_t",
     alpha: float = 1.0,
     mlp: bool = True,
     margin: float = MARGIN,
@@ -74,7 +77,9 @@ def ablate(
             ``tokens``, ``mask`` and each label, returning (batch, pos).
         refit: Fit probes on the ablated activations: linear, one at each position, and (``mlp``) a
             small MLP.
-        controls: Draws of each random control; an effect takes at least 2.
+        controls: Draws of each random control; an effect takes at least 2. None for what p ≤ 0.05 takes: 20 at one site;
+            at several 99 (``adjust="holm"``: 20 · sites − 1) of the control that the effect is measured from, 20 of the
+            other. They run in the sweep of the subspaces themselves, which skips the blocks below.
         directions: What is taken of a ProbeResult: "class_means" (None), the span of the class means, in which the
             classes differ at all; "pattern", the covariance of the activations with what the probe reads; "filter", the
             probe's own rows, which may carry hardly any variance, so that removing them removes nothing; "leace", the
@@ -85,8 +90,10 @@ def ablate(
         given: Labels that the subspaces leave alone. A probe can read the variable through a label that goes with it, so
             the refitted probes then read rows in which these labels tell as little of it as can be, and what they do
             tell is a baseline: "erased" then means that nothing is read beyond them. See ``erase``.
-        kinds: Controls: random subspaces of equal rank, of equal variance removed, and the top
-            principal components of equal rank.
+        kinds: Controls: random subspaces of equal rank ("random"), of equal variance removed ("random_matched"), the top
+            principal components of equal rank ("pca"), and the top ones orthogonal to the subspace ("orthogonal_pca").
+        adjust: How p is adjusted for the number of sites: "max_t", the largest statistic over the sites in each draw,
+            standardised at each site (Westfall and Young), or "holm".
         alpha: Strength: 1 removes the subspace, 0 nothing.
         mlp: Whether the refit includes the MLP.
         margin: Largest distance above its baseline at which a probe's accuracy still counts as chance.
@@ -96,16 +103,32 @@ def ablate(
         progress: Show a progress bar.
 
     Returns:
-        The shares of variance that the subspaces carry, drops with intervals over sequences, damage D = drop/(clean − chance), the effect
-        N = D − mean D of the matched controls (of the random ones where no subspace matches) with its prediction
-        interval over draws and sequences, refitted accuracies, and a verdict for each site:
+        The shares of variance that the subspaces carry, drops with intervals over sequences, damage D = drop/(clean −
+        chance), the effect N = D − mean D of the random subspaces of equal variance with its prediction interval over
+        draws and sequences, its p and that adjusted for the number of sites, refitted accuracies. Matched draws that
+        share 0.3 or more of the subspace (``control_overlap``) contain it and are no control: ``control_problem`` says
+        so, and the effect is measured from random subspaces of equal rank.
 
+        A verdict for each site, what became of the variable:
+
+        - "unread": noise of the activations' own size changes no output, so the model doesn't read the site.
         - "floor": the clean metric is within 0.2 of chance, so nothing can drop.
         - "tautological": the site feeds a linear readout, so that erasing what is read must hurt.
         - "inconclusive": a refitted probe is above baseline + ``margin``; the model may still use the variable.
         - "absent": no probe reads the variable there, ablated or not, so the cost isn't about it.
-        - "erased": a probe read it before and none does after; the effect says whether the model needed it.
+        - "underpowered": no probe reads it any more, but with so few sequences they don't read a planted residue either;
+          ``n_needed`` says with how many they would.
+        - "erased": a probe read it before and none does after; ``needed`` says whether the model needed it.
         - "not refitted": without ``refit`` it is unknown what is left.
+
+        And ``needed``, whether the model needs these directions:
+
+        - "yes": adjusted p ≤ 0.05 and the effect's interval above 0. Where the matched draws are no control, the drop must
+          also exceed, interval for interval, that of the top principal components orthogonal to the subspace. Not at
+          sites that are "floor", "tautological" or "absent", nor where the label goes with the target and ``given`` isn't.
+        - "no": the site is "unread"; or the variable is "erased" and the effect's interval ends below 0.05 of the accuracy
+          above chance (0.05 nats of a loss), measured from draws that share less than 0.3 of the subspace.
+        - "can't tell": otherwise, and for a metric of your own.
 
     Units:
         Fractions for "accuracy"; otherwise drop and effect are in the metric's unit, a loss drops
@@ -121,7 +144,8 @@ def ablate(
             doesn't take its arguments.
 
     Source:
-        arXiv 2606.00926 v2 (refit and matched controls); Haufe et al. 2014, NeuroImage 87 (filter and pattern); Ravfogel et al. 2020, arXiv 2004.07667.
+        arXiv 2606.00926 v2 (refit and matched controls); Haufe et al. 2014, NeuroImage 87 (filter and pattern);
+        Ravfogel et al. 2020, arXiv 2004.07667; Westfall and Young 1993 (max-T).
     """
     need_wrapped(model)
     label = label_asked(batch, subspaces, label)
@@ -129,17 +153,18 @@ def ablate(
     strata, goes = strata_given(batch, given, label), goes_with(batch, label, target, seed)
     subspaces = bound(subspaces, batch.labels[label], batch.mask)
     spaces = by_point(model, spaces_of(subspaces, label, directions, rank))
-    if controls < 0 or not 0 <= alpha <= 1:
-        raise InputError(f"controls must be at least 0 and alpha from 0 to 1, got {controls} and {alpha}")
+    need_adjust(adjust)
+    if not 0 <= alpha <= 1:
+        raise InputError(f"alpha must be from 0 to 1, got {alpha}")
+    draws = Draws.of(controls, len(spaces), adjust)
     # batch.mask says where labels count; it isn't a padding mask, as it leaves out BOS, which is read.
     acts = collect(model, batch, list(spaces), batch_size=batch_size)
-    drawn = with_controls(
-        model, acts, batch, spaces, label, kinds, controls, seed, definition_of(subspaces, directions)
-    )
+    drawn = with_controls(model, acts, batch, spaces, label, kinds, draws, seed, definition_of(subspaces, directions))
     runs = run(model, batch, drawn, metric, target, alpha, batch_size, progress, memory)
     chance = accuracy_chance(batch, target, metric)
     rows = [{**d.about, "alpha": float(alpha)} for d in drawn]
-    values, clean = score(rows, runs, runs.scored, chance, seed, metric)
+    values, clean = score(rows, runs, runs.scored, chance, seed, metric, adjust)
+    unread = unread_sites(model, batch, acts, list(spaces), batch_size, memory, seed)
     refits: list[Tensor] = []
     for row in (row for row in rows if row["condition"] == "target"):
         site = row["site"]
@@ -157,13 +182,16 @@ def ablate(
             readout=feeds_readout(model, site),
             before=row.get("readable_before"),
             after=row.get("readable_after"),
+            unread=site in unread,
+            power=row.get("powered"),
         )
+        row["needed"] = needed(row, [r for r in rows if r["site"] == site and r is not row], metric)
     count = runs.scored.double().sum(0).clamp_min(1)
     return AblationResult(
         rows,
         values.float(),
         clean.float(),
-        ((runs.values.double() * runs.scored).sum(1) / count).float(),
+        torch.stack([(one * runs.scored).double().sum(0) / count for one in runs.values]).float(),
         ((runs.clean.double() * runs.scored).sum(0) / count).float(),
         label,
         target,
@@ -172,40 +200,3 @@ def ablate(
         runs.path,
         torch.stack(refits) if refits else None,
     )
-
-
-def verdict(*, floor: bool, readout: bool, before: bool | None, after: bool | None) -> str:
-    """The verdict on an ablation at one site, one of the words that ``ablate`` explains.
-
-    ``before`` and ``after`` say whether any probe reads the variable; None if none was fitted.
-    """
-    if floor:
-        return "floor"
-    if readout:
-        return "tautological"
-    if after is None:
-        return "not refitted"
-    if after:
-        return "inconclusive"
-    return "erased" if before else "absent"
-
-
-def feeds_readout(model: HookedModel, site: str) -> bool:
-    """Whether a site is the input of the linear readout, so that erasing there must damage the answer.
-
-    True after the final norm, and at the last block's output where no norm follows it.
-    """
-    name, adapter = model.point(site).name, model.adapter
-    if name in ("ln_final.hook_out", "unembed.hook_in"):
-        return True
-    last, parts = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post", adapter.parts
-    bare = "ln_final" not in parts and "unembed" in parts
-    if name in model.hook_dict:
-        return bare and name == last
-    # A module path: the same tensor under the module's own name.
-    where = model.point(name).site
-    if where is None:
-        return False
-    found = (where.path, where.side)
-    read = [(parts.get("ln_final"), "out"), (parts.get("unembed"), "in")]
-    return found in ([*read, (adapter.blocks[-1], "out")] if bare else read)

@@ -19,7 +19,7 @@ CONDITION = (
         "condition",
         str,
         '"target" for the subspace asked for; controls: "random" (equal rank), "random_matched" (equal variance removed), '
-        '"pca" (the top principal components).',
+        '"pca" (the top principal components), "orthogonal_pca" (the top ones orthogonal to the subspace).',
     ),
     Column(
         "directions",
@@ -48,8 +48,16 @@ SCORES = (
     Column("damage", float | None, "drop/(clean − chance); None where the model is at chance.", _SHARE),
 )
 EFFECT = (
-    _target("control_overlap", float | None, "Share of the subspace that the matched controls share."),
-    Column("control_problem", str | None, "Why there are no matched controls, or None.", on=TARGETS),
+    Column(
+        "control_overlap",
+        float | None,
+        "Share of the subspace that a control shares, on targets that the matched controls share on average; from 0.3 on "
+        "they contain it and are no control.",
+        _SHARE,
+    ),
+    Column(
+        "control_problem", str | None, "Why there are no matched controls, or why they are none; or None.", on=TARGETS
+    ),
     _target(
         "effect",
         float | None,
@@ -63,9 +71,17 @@ EFFECT = (
         float | None,
         "Share of the control's draws that cost as much, the subspace counted among them; None for a metric of your own.",
     ),
+    _target(
+        "effect_p_adjusted",
+        float | None,
+        "effect_p adjusted for the number of sites, by the largest statistic over them (max-T) or Holm's method.",
+    ),
     _target("damage_random", float | None, "Mean damage of random subspaces of equal rank."),
     _target("damage_random_matched", float | None, "Mean damage of random subspaces that remove equal variance."),
     _target("damage_pca", float | None, "Damage of the top principal components."),
+    _target(
+        "damage_orthogonal_pca", float | None, "Damage of the top principal components orthogonal to the subspace."
+    ),
 )
 GIVEN = (
     _target(
@@ -113,10 +129,18 @@ REFIT = (
         "probe_mlp_accuracy", float | None, "As refit_mlp_accuracy, before the ablation; None where it wasn't needed."
     ),
 )
-VERDICT = Column(
-    "verdict",
-    str,
-    '"floor", "tautological", "inconclusive", "absent", "erased" or "not refitted": see `ablate`.',
-    on=TARGETS,
+VERDICT = (
+    Column(
+        "verdict",
+        str,
+        '"unread", "floor", "tautological", "inconclusive", "absent", "underpowered", "erased" or "not refitted": see `ablate`.',
+        on=TARGETS,
+    ),
+    Column(
+        "needed",
+        str,
+        'Whether the model needs these directions: "yes", "no" or "can\'t tell": see `ablate`.',
+        on=TARGETS,
+    ),
 )
-ABLATION = (*SITE, *CONDITION, *SCORES, *EFFECT, *GIVEN, *REFIT, VERDICT)
+ABLATION = (*SITE, *CONDITION, *SCORES, *EFFECT, *GIVEN, *REFIT, *VERDICT)

@@ -14,17 +14,22 @@ from probelens.errors import InputError, ShapeError
 from probelens.hooks.model import HookedModel
 from probelens.hooks.points import has_positions
 from probelens.numerics.linalg import between_rows
+from probelens.numerics.tensors import whole_number
 from probelens.running.collect import Activations
 from probelens.subspaces.directions import between_share, variance_share
 from probelens.subspaces.fitted import moments, top_pca
 from probelens.subspaces.leace import Eraser
-from probelens.subspaces.matched import random, random_matched
+from probelens.subspaces.matched import OVERLAP, orthogonal_pca, random, random_matched
 from probelens.subspaces.oracle import BoundEraser
 from probelens.subspaces.subspace import Subspace
 from probelens.tasks.data import Batch
 
-Control = Literal["random", "random_matched", "pca"]
-CONTROLS: tuple[Control, ...] = ("random", "random_matched", "pca")
+Control = Literal["random", "random_matched", "pca", "orthogonal_pca"]
+CONTROLS: tuple[Control, ...] = ("random", "random_matched", "pca", "orthogonal_pca")
+FEW, MANY = (
+    20,
+    99,
+)  # draws from which on p can reach 0.05 at one site, and by max-T over sites with some digits to spare
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +44,24 @@ class Removal:
 
     about: dict[str, Any]
     space: Subspace | Eraser | None
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How many draws: ``most`` of the random control that an effect is measured from, ``other`` of the other one."""
+
+    most: int
+    other: int
+
+    @classmethod
+    def of(cls, controls: int | None, n_sites: int, adjust: str) -> Draws:
+        """As asked for, or for None as many as p ≤ 0.05 takes at this many sites."""
+        if controls is not None:
+            n = whole_number("controls", controls, 0)
+            return cls(n, n)
+        if n_sites < 2:
+            return cls(FEW, FEW)
+        return cls(MANY if adjust == "max_t" else FEW * n_sites - 1, FEW)
 
 
 def label_of(batch: Any, label: str | None, what: str) -> str:
@@ -86,7 +109,7 @@ def check_activations(model: HookedModel, name: str, x: Tensor, mask: Tensor) ->
 
 def with_controls(
     model: HookedModel, acts: Activations, batch: Batch, spaces: Mapping[str, Subspace | Eraser], label: str,
-    kinds: Sequence[str], controls: int, seed: int, named: str | None = None,
+    kinds: Sequence[str], draws: Draws, seed: int, named: str | None = None,
 ) -> list[Removal]:  # fmt: skip
     """The subspace of each site, followed by its controls, which match the variance of ``acts`` where the mask is True.
 
@@ -107,8 +130,8 @@ def with_controls(
         between = between_rows(real, batch.labels[label][batch.mask])
         site = {"site": name, "layer": model.point(name).depth, "label": label}
         site["directions"] = named or space.label or "given"
-        drawn, problem = _draw_controls(space, mean, covariance, kinds, controls, seed)
-        about = partial(_about, site, covariance, between)
+        drawn, problem = _draw_controls(space, mean, covariance, kinds, draws, seed)
+        about = partial(_about, site, covariance, between, span_of(space))
         target = about("target", 0, space)
         target.update(control_overlap=_overlap(space, drawn), control_problem=problem)
         out.append(Removal(target, space if space.rank else None))
@@ -117,41 +140,54 @@ def with_controls(
 
 
 def _about(
-    site: dict[str, Any], covariance: Tensor, between: Tensor, kind: str, draw: int, q: Subspace | Eraser
-) -> dict[str, Any]:
+    site: dict[str, Any], covariance: Tensor, between: Tensor, target: Subspace, kind: str, draw: int,
+    q: Subspace | Eraser,
+) -> dict[str, Any]:  # fmt: skip
     shares = {
         "variance": variance_share(q, covariance),
         "between_variance": between_share(q, between) if bool(between.any()) else None,
     }
-    return {**site, "condition": kind, "draw": draw, "rank": q.rank, **shares}
+    shared = target.overlap(q) if isinstance(q, Subspace) else None
+    return {**site, "condition": kind, "draw": draw, "rank": q.rank, "control_overlap": shared, **shares}
 
 
 def _draw_controls(
-    space: Subspace | Eraser, mean: Tensor, covariance: Tensor, kinds: Sequence[str], controls: int, seed: int
+    space: Subspace | Eraser, mean: Tensor, covariance: Tensor, kinds: Sequence[str], draws: Draws, seed: int
 ) -> tuple[list[tuple[str, int, Subspace]], str | None]:
     out: list[tuple[str, int, Subspace]] = []
     problem: str | None = None
-    if not controls or not kinds or not space.rank:
+    if not draws.most or not kinds or not space.rank:
         return out, None if space.rank else "the subspace is empty, so there is nothing to compare with"
     if isinstance(space, BoundEraser) and space.rank == space.d:
         return out, "it moves every direction, so no other subspace of its rank is there to compare with"
-    if "random" in kinds:
-        out += [("random", i, random(space.rank, space.d, seed=seed * 1000 + i, mean=mean)) for i in range(controls)]
+    target = span_of(space)
+    matched: list[Subspace] = []
     if "random_matched" in kinds:
         try:
-            matched = random_matched(space, covariance, n=controls, seed=seed, mean=mean)
-            out += [("random_matched", i, q) for i, q in enumerate(matched)]
+            matched = random_matched(space, covariance, n=draws.most, seed=seed, mean=mean)
         except InputError as err:
             problem = str(err)
+    shared = sum(target.overlap(q) for q in matched) / len(matched) if matched else 0.0
+    if shared >= OVERLAP:
+        problem = f"random subspaces that remove as much variance share {shared:.2f} of it: they contain it and are no control"
+        matched = matched[: draws.other]
+    # Of the two the one that the effect is measured from has the draws that p values need.
+    n_random = draws.other if matched and not problem else draws.most
+    if "random" in kinds:
+        out += [("random", i, random(space.rank, space.d, seed=seed * 1000 + i, mean=mean)) for i in range(n_random)]
+    out += [("random_matched", i, q) for i, q in enumerate(matched)]
     if "pca" in kinds:
         out.append(("pca", 0, top_pca(space.rank, covariance, mean)))
+    if "orthogonal_pca" in kinds and space.rank < space.d:
+        out.append(("orthogonal_pca", 0, orthogonal_pca(target, covariance, mean=mean)))
     return out, problem
 
 
 def _overlap(space: Subspace | Eraser, drawn: Sequence[tuple[str, int, Subspace]]) -> float | None:
     matched = [q for kind, _, q in drawn if kind == "random_matched"]
-    if not matched:
-        return None
-    if not isinstance(space, Subspace):
-        space = Subspace(torch.linalg.qr(space.left).Q.mT, space.mean)
-    return sum(space.overlap(q) for q in matched) / len(matched)
+    return sum(span_of(space).overlap(q) for q in matched) / len(matched) if matched else None
+
+
+def span_of(space: Subspace | Eraser) -> Subspace:
+    """A subspace itself; of an eraser what it changes."""
+    return space if isinstance(space, Subspace) else Subspace(torch.linalg.qr(space.left).Q.mT, space.mean)

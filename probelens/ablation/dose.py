@@ -11,6 +11,7 @@ from torch import Tensor
 
 from probelens.ablation.ablate import ablate
 from probelens.ablation.columns import ABLATION
+from probelens.ablation.comparing import Adjust
 from probelens.ablation.controls import CONTROLS, Control, label_asked
 from probelens.ablation.result import Costs, carried
 from probelens.ablation.scoring import Metric
@@ -111,13 +112,14 @@ def dose_response(
     alphas: Sequence[float] = (1.0,),
     metric: Metric = "accuracy",
     refit: bool = True,
-    controls: int = 20,
+    controls: int | None = None,
     *,
     directions: Definition | None = None,
     rank: int | None = None,
     label: str | None = None,
     target: str | None = None,
     kinds: Sequence[Control] = CONTROLS,
+    adjust: Adjust = "max_t",
     mlp: bool = False,
     batch_size: int = 64,
     memory: int | None = None,
@@ -139,7 +141,7 @@ def dose_response(
         Those of ``ablate``, without ``subspaces``, ``rank``, ``given``, ``alpha`` and ``margin``.
 
     Returns:
-        Rows by site, rank, alpha, condition and draw.
+        Rows by site, rank, alpha, condition and draw; p adjusted for the sites of each dose.
 
     Raises:
         InputError: No dose that any subspace has, a strength outside 0 to 1, or a memory budget that one sequence exceeds.
@@ -164,7 +166,7 @@ def dose_response(
         some = {site: first_directions(space, dose) for site, space in spaces.items() if space.rank >= dose}
         for alpha in alphas if some else ():
             found = ablate(
-                model, batch, some, metric, refit, controls, label=label, target=target, kinds=kinds, alpha=alpha,
+                model, batch, some, metric, refit, controls, label=label, target=target, kinds=kinds, adjust=adjust, alpha=alpha,
                 mlp=mlp, batch_size=batch_size, memory=memory, seed=seed, progress=progress,
             )  # fmt: skip
             rows += [

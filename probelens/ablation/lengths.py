@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from probelens.ablation.ablate import FLOOR
 from probelens.ablation.columns import CONDITION, EFFECT, SCORES, SITE
-from probelens.ablation.controls import CONTROLS, Control, Removal, with_controls
-from probelens.ablation.result import carried
+from probelens.ablation.comparing import Adjust, need_adjust
+from probelens.ablation.controls import CONTROLS, Control, Draws, Removal, with_controls
+from probelens.ablation.result import Costs, carried
 from probelens.ablation.scoring import accuracy_chance, run, score
+from probelens.ablation.verdict import FLOOR
 from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import by_point, need_wrapped
@@ -69,7 +70,7 @@ class LengthTransfer(Rows):
     def findings(self) -> list[str]:
         """The damage at each length, at the site where it is largest, inside and beyond the trained length."""
         targets = self.targets()
-        worst = max((r for r in targets if r["span"] == "all"), key=lambda r: r["damage"] or 0.0)
+        worst = Costs("accuracy").worst([r for r in targets if r["span"] == "all"])
         lengths = list(dict.fromkeys(row["length"] for row in targets))
         lines = [
             f"subspaces of {self.label!r}, fitted at length {self.trained_length}, not refitted, removed at "
@@ -115,8 +116,9 @@ def length_transfer(
     label: str | None = None,
     target: str | None = None,
     n: int = 100,
-    controls: int = 20,
+    controls: int | None = None,
     kinds: Sequence[Control] = CONTROLS,
+    adjust: Adjust = "max_t",
     exclude: Any = None,
     batch_size: int = 64,
     memory: int | None = None,
@@ -130,7 +132,7 @@ def length_transfer(
     scored separately: a long sequence has both.
 
     Args:
-        model, directions, rank, controls, kinds, batch_size, memory, progress: As for ``ablate``.
+        model, directions, rank, controls, kinds, adjust, batch_size, memory, progress: As for ``ablate``.
         task: Draws the sequences.
         subspaces: Site to Subspace or Eraser, or a ProbeResult; fitted at ``trained_length``.
         lengths: Tokens in each sequence, a start token not counted.
@@ -160,9 +162,11 @@ def length_transfer(
         )
     spaces = by_point(model, spaces_of(subspaces, label, directions, rank))
     named = definition_of(subspaces, directions)
+    need_adjust(adjust)
+    draws = Draws.of(controls, len(spaces), adjust)
     base = task.sample(n, trained_length, seed, exclude=exclude)
     acts = collect(model, base, list(spaces), batch_size=batch_size)
-    drawn: list[Removal] = with_controls(model, acts, base, spaces, label, kinds, controls, seed, named)
+    drawn: list[Removal] = with_controls(model, acts, base, spaces, label, kinds, draws, seed, named)
     rows: list[dict[str, Any]] = []
     with progress_bar(len(lengths), "lengths", progress) as bar:
         for length in lengths:
@@ -175,7 +179,7 @@ def length_transfer(
                     continue
                 chance = accuracy_chance(batch, target, "accuracy", scored)
                 some = [{"length": length, "span": span, **d.about, "alpha": 1.0} for d in drawn]
-                _, clean = score(some, runs, scored, chance, seed, "accuracy")
+                _, clean = score(some, runs, scored, chance, seed, "accuracy", adjust)
                 assert chance is not None
                 for row in some:
                     row.update(floor=clean.mean().item() < chance + FLOOR)

@@ -28,6 +28,7 @@ _REFITTED = {
     "refit_position_accuracy": "linear probes refitted at each position",
 }
 _MEANING = {
+    "unread": "noise there changes no output",
     "floor": "the model is near chance without any ablation",
     "tautological": "the readout reads this site, so erasing there must hurt",
     "absent": "no probe read it before either",
@@ -89,11 +90,12 @@ class AblationResult(Rows):
             f"{self.label!r} removed at {count(len(targets), 'site')}, on {count(len(self.clean), 'sequence')}. "
             f"{costs.metric(worst)}",
             f"{costs.most(worst)} at {place(worst)}, rank {worst['rank']}{carried(worst)}: {costs.cost(worst)}"
-            f"{costs.doubt(worst)}.{_effect(worst, draws)}",
+            f"{costs.doubt(worst)}.{_effect(worst, draws)}{_problem(worst)}",
             costs.controls(r for r in self.rows if r["site"] == worst["site"]),
             _refit(worst),
             warning(worst, self.label, self.target),
             f"Verdict: {'; '.join(said)}.",
+            _needed(targets),
         ]
         return [line for line in lines if line]
 
@@ -132,12 +134,18 @@ class Costs:
         return f"Without ablation {self.name.replace('_', ' ')} is {say(row['clean'])}{chance}."
 
     def worst(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The row of the largest cost."""
-        return max(rows, key=lambda row: self.sign * row["drop"])
+        """The row of the largest cost among those that cost more than their control; among all where none does."""
+        return max(rows, key=lambda row: (self.beyond(row), self.sign * row["drop"]))
+
+    def beyond(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row costs more than its control on average, as far as there is one."""
+        return row.get("effect") is None or self.sign * row["effect"] > 0
 
     def most(self, row: Mapping[str, Any]) -> str:
         """How a sentence about the costliest row begins."""
-        return "Costs most" if self.sign * row["drop"] > 0 else "No site costs anything; the largest is"
+        if self.sign * row["drop"] <= 0:
+            return "No site costs anything; the largest is"
+        return "Costs most" if self.beyond(row) else "No site costs more than its control; the largest is"
 
     def cost(self, row: Mapping[str, Any]) -> str:
         """The cost of a row with its interval."""
@@ -157,7 +165,8 @@ class Costs:
         equal = [kind for kind in _EQUAL if kind in mean]
         said = [f"{self.say(mean[kind], unit=i == 0)} {_EQUAL[kind]}" for i, kind in enumerate(equal)]
         found = [f"random subspaces cost {' and '.join(said)}"] if said else []
-        found += [f"the top principal components {self.say(mean['pca'], not said)}"] if "pca" in mean else []
+        names = {"pca": "the top principal components", "orthogonal_pca": "the top ones orthogonal to it"}
+        found += [f"{name} {self.say(mean[kind], not said)}" for kind, name in names.items() if kind in mean]
         return f"There {', '.join(found)}." if found else ""
 
 
@@ -172,6 +181,11 @@ def carried(row: Mapping[str, Any]) -> str:
 
 def _meaning(word: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """What a verdict means at these sites; of "inconclusive" which probe reads furthest above its baseline."""
+    if word == "underpowered":
+        most = [row.get("n_needed") for row in rows]
+        known = max((n for n in most if n is not None), default=None)
+        more = "; no sample tried is enough" if None in most or known is None else f"; {known:,} sequences would do"
+        return f" (no probe reads it any more, but on so few sequences they don't read a planted residue either{more})"
     if word != "inconclusive":
         return f" ({_MEANING[word]})" if word in _MEANING else ""
     read = [
@@ -192,11 +206,29 @@ def _effect(row: Mapping[str, Any], draws: int) -> str:
         return ""
     over = _EQUAL[row["effect_against"]]
     p = "" if row["effect_p"] is None else f", p = {row['effect_p']:.2g}"
+    adjusted = row.get("effect_p_adjusted")
+    if p and adjusted is not None and f"{adjusted:.2g}" != f"{row['effect_p']:.2g}":
+        p += f" ({adjusted:.2g} adjusted for the number of sites)"
     if p and draws < _ENOUGH:
         p += f" (the smallest possible with {count(draws, 'draw')} is 1/{draws + 1})"
     interval = between(row["effect_lo"], row["effect_hi"], fixed)
     unit = "" if row["chance"] is None else ", as a share of the accuracy above chance"
     return f" Effect beyond random subspaces {over}: {fixed(row['effect'])}{interval}{unit}{p}."
+
+
+def _problem(row: Mapping[str, Any]) -> str:
+    """Why there is no control of equal variance, where one was asked for."""
+    return (
+        f" No control of equal variance: {row['control_problem']}."
+        if row.get("control_problem") and row["rank"]
+        else ""
+    )
+
+
+def _needed(rows: Sequence[Mapping[str, Any]]) -> str:
+    by_word = {word: [r["layer"] for r in rows if r.get("needed") == word] for word in ("yes", "no", "can't tell")}
+    said = [f"{word} at {layers(found)}" for word, found in by_word.items() if found]
+    return f"Does the model need these directions? {'; '.join(said)}." if said else ""
 
 
 def _refit(row: Mapping[str, Any]) -> str:

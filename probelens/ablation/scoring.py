@@ -9,12 +9,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from probelens.ablation.controls import CONTROLS, Removal
+from probelens.ablation.comparing import ROOM, Adjust, compare
+from probelens.ablation.controls import Removal
 from probelens.errors import InputError, MetricError, ShapeError, metric_name, metric_note, need_arguments, noted
 from probelens.hooks.edits.edit import Edit, Positions
 from probelens.hooks.edits.removal import Erase, Project
 from probelens.hooks.model import HookedModel
-from probelens.numerics.effects import effect
+from probelens.numerics.shares import exact_interval
 from probelens.numerics.stats import hierarchical_bootstrap
 from probelens.running.collect import Activations, collect
 from probelens.running.sweep.conditions import Condition, Intervention, Read
@@ -27,7 +28,6 @@ Metric = Literal["accuracy", "next_token_loss"] | Callable[..., Tensor]
 # The sign of clean − ablated where the ablation hurts; unknown for a metric of the caller's own.
 COST = {"accuracy": 1, "next_token_loss": -1}
 NOTHING_SCORED = "no position is scored: the mask is False everywhere, or the sequences are too short"
-ROOM = 1e-6  # distance above chance below which a model has nothing to lose, and damage no scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,13 +84,23 @@ def per_sequence(values: Tensor, scored: Tensor) -> Tensor:
     keep = scored.any(1)
     if not bool(keep.any()):
         raise InputError(NOTHING_SCORED)
-    return ((values.double() * scored).sum(-1) / scored.sum(-1).clamp_min(1))[..., keep]
+    count = scored.sum(-1).clamp_min(1)
+    means = [(one.double() * scored).sum(-1) / count for one in values.reshape(-1, *scored.shape)]
+    return torch.stack(means).reshape(*values.shape[:-1])[..., keep]
 
 
 def score(
-    rows: list[dict[str, Any]], runs: Runs, scored: Tensor, chance: float | None, seed: int, metric: Metric
+    rows: list[dict[str, Any]],
+    runs: Runs,
+    scored: Tensor,
+    chance: float | None,
+    seed: int,
+    metric: Metric,
+    adjust: Adjust = "max_t",
 ) -> tuple[Tensor, Tensor]:
     """Write value, drop, its interval, damage and, on targets, the effect into the rows, one for each of ``runs.values``.
+
+    Where every sequence loses the same they don't show their spread, and the interval is that of a change in none of them.
 
     Returns the metric of each example that counts, under each row and without ablation: (row, example) and (example,).
     """
@@ -104,50 +114,23 @@ def score(
     if len(clean) < 2:
         raise InputError("intervals need at least 2 sequences with scored positions, and the batch has 1. Give more.")
     found = hierarchical_bootstrap((clean - values).T[None], seed=seed, n_draws=1000)
-    most = 1.0 if metric == "accuracy" else torch.inf  # by which a metric can change
+    most = 1.0 if metric == "accuracy" else None  # by which a metric can change
+    unseen = 0.0 if most is None else most * exact_interval(0, len(clean))[1]
+    constant = (values - clean).std(1) < 1e-12
     room = clean.mean().item() - (chance if chance is not None else 0.0)
     for i, row in enumerate(rows):
-        drop = found.estimate[i].item()
+        drop, low, high = (float(end[i]) for end in (found.estimate, found.low, found.high))
+        if constant[i]:
+            low, high = drop - unseen, drop + unseen
         row.update(
             chance=chance,
             value=values[i].mean().item(), clean=clean.mean().item(), drop=drop,
-            lo=found.low[i].clamp(min=-most).item(), hi=found.high[i].clamp(max=most).item(),
+            lo=low if most is None else max(low, -most), hi=high if most is None else min(high, most),
             damage=drop / room if chance is not None and room > ROOM else None,
         )  # fmt: skip
-    _effects(rows, values, clean, chance, seed, COST.get(metric) if isinstance(metric, str) else None)
+    cost = COST.get(metric) if isinstance(metric, str) else None
+    compare(rows, values, clean, chance, seed, cost, adjust, most)
     return values, clean
-
-
-def _effects(
-    rows: list[dict[str, Any]], values: Tensor, clean: Tensor, chance: float | None, seed: int, cost: int | None
-) -> None:
-    """N = D of the subspace − mean D of the controls that remove equal variance, with its prediction interval.
-
-    ``cost`` is the sign of a drop that hurts; None where it isn't known.
-    """
-    for i, row in enumerate(rows):
-        if row.get("condition") != "target":
-            continue
-        row.update(effect=None, effect_lo=None, effect_hi=None, effect_against=None, effect_p=None)
-        drawn: dict[str, list[int]] = {
-            kind: [j for j, r in enumerate(rows) if (r["site"], r["condition"]) == (row["site"], kind)]
-            for kind in CONTROLS
-        }
-        for kind, mine in drawn.items():
-            damages = [rows[j]["damage"] for j in mine if rows[j]["damage"] is not None]
-            row[f"damage_{kind}"] = sum(damages) / len(damages) if damages else None
-        # Without a chance level there is no scale, and the effect is in the metric's own unit.
-        room = torch.ones_like(clean) if chance is None else clean - chance
-        against = next((kind for kind in ("random_matched", "random") if len(drawn[kind]) > 1), None)
-        if against is None or not room.mean() > ROOM:
-            continue
-        sign = cost or 1
-        found = effect(sign * (clean - values[i]), sign * (clean - values[drawn[against]]), room, seed=seed)
-        low, high = sorted((sign * found.low, sign * found.high))
-        row.update(
-            effect=sign * found.estimate, effect_lo=low, effect_hi=high, effect_against=against,
-            effect_p=None if cost is None else found.p,
-        )  # fmt: skip
 
 
 def accuracy_chance(batch: Any, target: str, metric: Metric, scored: Tensor | None = None) -> float | None:
@@ -243,6 +226,11 @@ def _metric(metric: Metric, target: str) -> Callable[..., Tensor]:
     if metric == "next_token_loss":
 
         def loss(logits: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
+            if int(tokens.max()) >= logits.shape[-1]:
+                raise MetricError(
+                    f"the tokens go up to {int(tokens.max())}, but the model has {logits.shape[-1]} logits, so it doesn't "
+                    'predict tokens. Give metric="accuracy", or a function.'
+                )
             values = torch.nn.functional.cross_entropy(
                 logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
             )

@@ -22,8 +22,7 @@ from probelens.patching.plan import Source
 from probelens.running.collect import collect
 from probelens.running.sweep.conditions import Intervention
 from probelens.subspaces.directions import between_share
-from probelens.subspaces.fitted import top_pca
-from probelens.subspaces.matched import random, random_matched
+from probelens.subspaces.matched import orthogonal_pca, random, random_matched
 from probelens.subspaces.subspace import Subspace
 
 __all__ = ["CONTROLS", "Given", "Swapped", "head_columns", "parts_at"]
@@ -233,10 +232,7 @@ class Here:
                 found, about["control_problem"] = [], str(err)
             out += [control("random_matched", i, q) for i, q in enumerate(found)]
         if "orthogonal_pca" in kinds:
-            basis = target.basis.to(second)
-            rest = torch.eye(d, dtype=second.dtype) - basis.mT @ basis
-            q = top_pca(min(rank, d - rank), rest @ second @ rest, torch.zeros(d, dtype=second.dtype))
-            out.append(control("orthogonal_pca", 0, q))
+            out.append(control("orthogonal_pca", 0, orthogonal_pca(target, second)))
         return out
 
     def _wide(self, rows: Tensor) -> Tensor:

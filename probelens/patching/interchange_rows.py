@@ -12,10 +12,10 @@ from probelens.errors import ShapeError
 from probelens.hooks.trials import agree
 from probelens.numerics.effects import max_t_over_sites
 from probelens.numerics.shares import exact_interval, share_interval
+from probelens.subspaces.matched import OVERLAP
 
 __all__ = ["groups_of_pairs", "interchange_rows", "share", "verdict"]
 
-OVERLAP = 0.3  # of a control with the target, from which on it contains it
 WORKS, CHANCE = 0.5, 0.2
 _CONTROLS = ("random", "random_matched", "orthogonal_pca")
 Cell = tuple[Any, Any, Any]

@@ -329,7 +329,7 @@ def refit_check(
     after = [row["refit_accuracy"], row["refit_mlp_accuracy"], row["refit_position_accuracy"]]
     row["readable_after"] = any(found is not None and found > bar for found in after)
     row.update(powered=None, residue_accuracy=None, n_needed=None)
-    if not row["readable_after"]:
+    if not row["readable_after"] and bar < 1:  # where the position tells all, nothing is left to read
         power = residue_power(ablated, labels, mask, split, bar, mlp=mlp, seed=seed)
         row.update(powered=power.powered, residue_accuracy=power.accuracy, n_needed=power.n_needed)
     # An ablation adds no information, so what is read after it was readable before.

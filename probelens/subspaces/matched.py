@@ -11,7 +11,9 @@ from probelens.numerics.tensors import whole_number
 from probelens.subspaces.leace import Eraser
 from probelens.subspaces.subspace import Subspace
 
-__all__ = ["random", "random_matched"]
+__all__ = ["orthogonal_pca", "random", "random_matched"]
+
+OVERLAP = 0.3  # of a control with its target, from which on it contains the target and is no control
 
 
 def random(rank: int, d: int, seed: int = 0, *, mean: Tensor | None = None, label: str = "random") -> Subspace:
@@ -38,6 +40,39 @@ def random(rank: int, d: int, seed: int = 0, *, mean: Tensor | None = None, labe
     gen = torch.Generator().manual_seed(seed)
     rows = torch.linalg.qr(torch.randn(d, rank, generator=gen, dtype=torch.float64)).Q.mT
     return Subspace(rows.contiguous(), torch.zeros(d) if mean is None else mean, label)
+
+
+def orthogonal_pca(
+    target: Subspace, covariance: Tensor, *, mean: Tensor | None = None, label: str = "orthogonal pca"
+) -> Subspace:
+    """The directions of largest variance among those orthogonal to a subspace: what else removes much, but none of it.
+
+    Args:
+        target: The subspace.
+        covariance: Σ of the activations. (d, d)
+        mean: Mean activation; default: the target's. (d,)
+        label: Name.
+
+    Returns:
+        Of the target's rank, or of what is left beside it where that is less. Largest variance first.
+
+    Raises:
+        ShapeError: Σ of another width.
+        InputError: The target is all of the space, or has no direction.
+
+    Examples:
+        >>> sigma = torch.diag(torch.tensor([4.0, 3.0, 2.0, 1.0]))
+        >>> orthogonal_pca(Subspace(torch.eye(4)[:1], torch.zeros(4)), sigma).basis.abs()
+        tensor([[0., 1., 0., 0.]], dtype=torch.float64)
+    """
+    sigma = linalg.covariance_of(covariance, target.d)
+    if not 0 < target.rank < target.d:
+        raise InputError(f"rank {target.rank} of {target.d}: nothing is orthogonal to it, or everything is")
+    basis = target.basis.to(sigma)
+    rest = torch.eye(target.d).to(sigma) - basis.mT @ basis
+    _, vectors = linalg.eigenvectors(rest @ sigma @ rest)
+    rank = min(target.rank, target.d - target.rank)
+    return Subspace(vectors[:, :rank].mT.contiguous(), target.mean if mean is None else mean, label)
 
 
 def random_matched(

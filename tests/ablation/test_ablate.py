@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 import probelens as pl
 from probelens import subspaces
-from probelens.ablation.ablate import feeds_readout, verdict
-from probelens.ablation.scoring import _effects, after
+from probelens.ablation.comparing import compare
+from probelens.ablation.reading import feeds_readout
+from probelens.ablation.scoring import after
+from probelens.ablation.verdict import verdict
 from probelens.examples import planted
 from probelens.examples.planted import SITE, World
 from probelens.probing.refit import refit_check
@@ -178,13 +180,13 @@ def test_controls_are_matched_in_rank_and_variance_within_one_per_cent(
     got = pl.ablate(model, batch, {site: asked}, label="answer", controls=20, refit=False)
     _, covariance = subspaces.moments(collect(model, batch, site)[site])
     kinds = [row["condition"] for row in got.rows]
-    assert kinds == ["target", *["random"] * 20, *["random_matched"] * 20, "pca"]
+    assert kinds == ["target", *["random"] * 20, *["random_matched"] * 20, "pca", "orthogonal_pca"]
     assert all(space.rank == rank for space in drawn)
     wanted = asked.variance_removed(covariance)
     for kind, space in zip(kinds, drawn, strict=True):
         if kind == "random_matched":
             assert space.variance_removed(covariance) == pytest.approx(wanted, rel=0.01)
-    top = drawn[-1].variance_removed(covariance)
+    top = drawn[-2].variance_removed(covariance)
     assert top >= max(space.variance_removed(covariance) for space in drawn) - 1e-9
     plain = [s.variance_removed(covariance) for k, s in zip(kinds, drawn) if k == "random"]
     assert max(abs(v / wanted - 1) for v in plain) > 0.05, "without matching they differ"
@@ -415,7 +417,7 @@ def test_several_sites_are_ablated_one_at_a_time_and_named_by_their_layer() -> N
     got = pl.ablate(model, batch, {s: axes(0) for s in sites}, label="answer", controls=2, refit=False)
     assert [row["layer"] for row in got.targets()] == [-1, 0, 1]
     assert len({row["drop"] for row in got.targets()}) == 1, "in a model of identities they all cost the same"
-    assert len(got.rows) == 3 * (1 + 2 + 2 + 1)
+    assert len(got.rows) == 3 * (1 + 2 + 2 + 1 + 1)
 
 
 def test_nothing_to_remove_costs_nothing_and_all_of_it_has_no_matched_control() -> None:
@@ -459,7 +461,7 @@ def test_a_loss_rises_and_has_no_damage_but_an_effect_in_nats() -> None:
     mask[:4, 4:] = False
     batch = pl.Batch(tokens, {"token": tokens}, mask)
     site = "blocks.1.hook_resid_post"
-    got = pl.ablate(model, batch, {site: subspaces.random(6, zoo.WIDTH)}, "next_token_loss", False, 4)
+    got = pl.ablate(model, batch, {site: subspaces.random(3, zoo.WIDTH)}, "next_token_loss", False, 4)
     row = target(got)
     assert row["damage"] is None
     assert row["chance"] is None
@@ -533,7 +535,7 @@ def test_errors_say_what_is_allowed() -> None:
         pl.ablate(model, batch, {site: space}, label="answer", target="depth")
     with pytest.raises(pl.InputError, match="'random', 'random_matched', 'pca'"):
         pl.ablate(model, batch, {site: space}, label="answer", kinds=["shuffled"])  # type: ignore[list-item]
-    with pytest.raises(pl.InputError, match="alpha from 0 to 1"):
+    with pytest.raises(pl.InputError, match="alpha must be from 0 to 1"):
         pl.ablate(model, batch, {site: space}, label="answer", alpha=1.5)
     with pytest.raises(pl.InputError, match="next_token_loss"):
         pl.ablate(model, batch, {site: space}, "acc", **kw)  # type: ignore[arg-type]
@@ -594,7 +596,7 @@ def test_results_are_tables_figures_and_files(tmp_path: Path) -> None:
     assert back.rows == got.rows
     assert torch.equal(back.values, got.values)
     table = got.to_dataframe()
-    assert len(table) == len(got.rows) == 1 + 3 + 3 + 1
+    assert len(table) == len(got.rows) == 1 + 3 + 3 + 1 + 1
     assert len(got.plot().data) > 2
 
 
@@ -644,7 +646,7 @@ def test_a_model_at_chance_has_no_scale_for_a_loss() -> None:
             {"condition": "target", "site": "s", "damage": None, "drop": 0.1},
             *[{"condition": "random_matched", "site": "s", "damage": None, "drop": 0.0}] * 2,
         ]
-        _effects(rows, values, clean, chance, 0, 1)  # type: ignore[arg-type]
+        compare(rows, values, clean, chance, 0, 1, "max_t", 1.0)  # type: ignore[arg-type]
         assert rows[0]["effect"] is None
-    _effects(rows, values, clean, 0.25, 0, 1)  # type: ignore[arg-type]
+    compare(rows, values, clean, 0.25, 0, 1, "max_t", 1.0)  # type: ignore[arg-type]
     assert rows[0]["effect"] == pytest.approx(0.4)

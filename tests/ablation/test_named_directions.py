@@ -91,7 +91,7 @@ def test_every_row_has_the_shares_of_variance_that_numpy_finds_on_the_batch_wher
         np.stack([x[y == k].mean(0) - x.mean(0) for k in (0, 1)])
         * np.sqrt(np.bincount(y.astype(int)) / len(y))[:, None]
     )
-    assert len(drawn) == len(rows) == 8
+    assert len(drawn) == len(rows) == 9
     for row, space in zip(rows, drawn, strict=True):
         q = space.basis.numpy()
         assert row["variance"] == pytest.approx(np.trace(q @ sigma @ q.T) / np.trace(sigma))

@@ -12,7 +12,7 @@ import torch
 from docs_inventory import read, sources
 from pages import run_page
 
-from probelens.ablation.ablate import verdict
+from probelens.ablation.verdict import verdict
 
 
 def words(code: str) -> Iterator[str]:
@@ -55,11 +55,13 @@ def test_every_verdict_of_the_library_is_explained() -> None:
 
 def test_the_verdicts_of_an_ablation_are_those_that_can_come_out() -> None:
     cases = [
-        verdict(floor=floor, readout=readout, before=before, after=after)
+        verdict(floor=floor, readout=readout, before=before, after=after, unread=unread, power=power)
         for floor in (True, False)
         for readout in (True, False)
         for before in (True, False, None)
         for after in (True, False, None)
+        for unread in (True, False)
+        for power in (True, False, None)
     ]
     assert set(cases) == set(explained("ablation"))
 

@@ -187,8 +187,9 @@ def ablation(metric: str = "accuracy", drops: dict[str, float] | None = None) ->
 def test_an_ablation_says_what_it_cost_beside_its_controls_and_the_verdict() -> None:
     assert repr(ablation()).splitlines() == [
         "AblationResult: 'state' removed at 1 site, on 4 sequences. Without ablation accuracy is 90.0 %, chance 50.0 %.",
-        "Costs most at layer 3 (blocks.3.hook_resid_post), rank 2: 40 points [38, 43]. Effect beyond random subspaces at "
-        "equal variance: -0.72 [-0.80, -0.70], as a share of the accuracy above chance, p = 1 (the smallest possible with 1 draw is 1/2).",
+        "No site costs more than its control; the largest is at layer 3 (blocks.3.hook_resid_post), rank 2: 40 points [38, 43]. "
+        "Effect beyond random subspaces at equal variance: -0.72 [-0.80, -0.70], as a share of the accuracy above chance, "
+        "p = 1 (the smallest possible with 1 draw is 1/2).",
         "There random subspaces cost 1 point at equal rank and 69 at equal variance, the top principal components 20.",
         "There a linear probe reads 98.0 % before, refitted 95.0 %; baseline 50.0 %.",
         "Verdict: inconclusive at layer 3 (still read by a refitted linear probe: 95.0 %, baseline 50.0 %).",

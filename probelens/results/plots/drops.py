@@ -19,6 +19,7 @@ CONDITIONS = {
     "random": "random, equal rank",
     "random_matched": "random, equal variance",
     "pca": "top principal components",
+    "orthogonal_pca": "top components orthogonal to it",
     "leace": "LEACE",
     "inlp": "INLP",
 }
@@ -40,7 +41,7 @@ def ablation(data: Rows, *, metric: str = "accuracy", percent: bool = True, titl
         data: Rows of ONE model and ONE label. Columns:
 
             * ``layer``: an int; -1 is the embedding.
-            * ``condition``: what was ablated: ``"target"`` (the probe's rows), ``"pca"``, ``"leace"``, ``"inlp"``, or
+            * ``condition``: what was ablated: ``"target"`` (the subspace asked for), ``"pca"``, ``"leace"``, ``"inlp"``, or
               any other name; those whose name starts with ``"random"`` are controls, drawn as bands.
             * ``drop``: the metric without ablation minus with it, a fraction of 1 if ``percent`` (shown in percentage
               points); positive when ablation hurts.

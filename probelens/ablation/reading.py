@@ -1,0 +1,69 @@
+"""Whether the model reads a site at all, and whether a linear readout is what reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from probelens.hooks.edits.values import Replace
+from probelens.hooks.model import HookedModel
+from probelens.hooks.trials import agree
+from probelens.running.collect import Activations
+from probelens.running.sweep.conditions import Condition, Intervention, Read
+from probelens.running.sweep.plan import sweep
+
+TRIED_ON = 16  # sequences: that nothing reads a site is a matter of how the model is built, and shows on any
+
+
+def unread_sites(
+    model: HookedModel, batch: Any, acts: Activations, names: Sequence[str], batch_size: int, memory: int | None, seed: int
+) -> set[str]:  # fmt: skip
+    """The sites at which noise of the activations' own size, where the mask is True, leaves the output as it is.
+
+    Normal noise with the root mean square of each site's activations is added in some sequences; what is compared is one
+    random projection of the logits at every position, which stays where all logits do.
+    """
+    rows = batch.mask.any(1).nonzero().flatten()[:TRIED_ON].cpu()
+    few, gen = batch[rows], torch.Generator().manual_seed(seed)
+
+    def noisy(name: str) -> Condition:
+        x = acts[name][rows]
+        real = x[few.mask.to(x.device)].double()
+        noise = torch.randn(x.shape, generator=gen) * float(real.square().mean().sqrt())
+        moved = x + noise.to(x)
+        return Condition((name,), (Intervention(name, lambda some: Replace(few.mask[some], moved[some])),))
+
+    def project(logits: Tensor) -> Tensor:
+        weights = torch.randn(logits.shape[-1], generator=torch.Generator().manual_seed(seed))
+        return logits.float() @ weights.to(logits.device)
+
+    found = sweep(
+        model, few.tokens, [noisy(name) for name in names], Read(project), batch_size=batch_size, memory=memory,
+        attention_mask=few.attention_mask,
+    )  # fmt: skip
+    dtype = model.cfg.dtype
+    return {name for name, one in zip(names, found.values, strict=True) if agree(one, found.base, dtype)}
+
+
+def feeds_readout(model: HookedModel, site: str) -> bool:
+    """Whether a site is the input of the linear readout, so that erasing there must damage the answer.
+
+    True after the final norm, and at the last block's output where no norm follows it.
+    """
+    name, adapter = model.point(site).name, model.adapter
+    if name in ("ln_final.hook_out", "unembed.hook_in"):
+        return True
+    last, parts = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post", adapter.parts
+    bare = "ln_final" not in parts and "unembed" in parts
+    if name in model.hook_dict:
+        return bare and name == last
+    # A module path: the same tensor under the module's own name.
+    where = model.point(name).site
+    if where is None:
+        return False
+    found = (where.path, where.side)
+    read = [(parts.get("ln_final"), "out"), (parts.get("unembed"), "in")]
+    return found in ([*read, (adapter.blocks[-1], "out")] if bare else read)
