@@ -60,7 +60,8 @@ rows[["label", "layer", "accuracy", "lo", "hi", "majority", "position", "last_w"
 # - `embedding`: what the token alone gives, the same probe at layer −1.
 # - `last_w`: the best guess from the last four tokens, without any model.
 # - `position`: the best guess from the position, and `majority`, the most common class.
-# - `lo`, `hi`: a 95 % interval over test *sequences*. Positions of one sequence are not independent.
+# - `lo`, `hi`: a 95 % interval over test *sequences*. Positions of one sequence are not independent. An accuracy of 1 has a
+#   lower end below 1: the exact one of as many trials as there are test sequences.
 #
 # What the model adds is the distance to the *best* of these, not to zero.
 

@@ -157,7 +157,8 @@ class ProbeResult(Rows):
                 'Probe again, take those with directions="filter", or make subspaces from activations, as '
                 "probelens.subspaces.class_means(X, y) does"
             )
-        return Directions(self.coefs[name].double(), *(self.located[f"{name}|{n}"].double() for n in LOCATED))
+        pattern, means, left, right = (self.located[f"{name}|{n}"].double() for n in LOCATED)
+        return Directions(self.coefs[name].double(), pattern, means, left, right)
 
     @property
     def sites(self) -> list[str]:

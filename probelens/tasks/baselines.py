@@ -39,7 +39,7 @@ def baseline_predictions(
         ShapeError: Labels or mask don't fit the tokens.
     """
     w = whole_number("w", w)
-    train = Batch(train_tokens, {"label": train_labels}, train_mask)  # type: ignore[arg-type]
+    train = Batch(train_tokens, {"label": train_labels}, train_mask)
     x, y, keep = train.tokens.cpu().numpy(), train.labels["label"].cpu().numpy(), train.mask.cpu().numpy()
     x_test = Batch(test_tokens).tokens.cpu().numpy()
     if not keep.any():
@@ -108,7 +108,7 @@ def baselines(
         >>> baselines(tokens, tokens, tokens, tokens, w=1)["last_w"]
         {'accuracy': 1.0, 'balanced_accuracy': 1.0}
     """
-    test = Batch(test_tokens, {"label": test_labels}, test_mask)  # type: ignore[arg-type]
+    test = Batch(test_tokens, {"label": test_labels}, test_mask)
     keep, truth = test.mask.cpu().numpy(), test.labels["label"].cpu().numpy()
     if not keep.any():
         raise InputError("no test label counts: the mask is False everywhere. Pass a batch with labels.")

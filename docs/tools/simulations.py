@@ -1,0 +1,402 @@
+"""Writes docs/simulations.md, how often intervals, tests and verdicts are wrong: ``python docs/tools/simulations.py``.
+
+Each line of the page's table is a check: a small experiment whose truth is known, run many times. What is done is kept in
+docs/data/simulations.json, so that a stopped run goes on; it starts anew when the code it measures has changed.
+``--quick`` makes few runs of each and writes nothing, ``--page`` writes the page from what is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import probelens as pl
+from probelens.examples import planted
+from probelens.examples.planted import LENGTH, SITE, World
+from probelens.numerics.effects import effect, max_t_over_sites
+from probelens.numerics.permutation import holm
+from probelens.numerics.shares import exact_interval
+from probelens.probing.power import plant
+from probelens.probing.refit import refit_check
+
+DOCS = Path(__file__).resolve().parents[1]
+PAGE, DATA = DOCS / "simulations.md", DOCS / "data" / "simulations.json"
+QUICK, SAVED_EVERY, PARTS = 4, 5.0, 10  # runs of a check, seconds, and rounds
+SITES, N = 13, 100  # sites of a sweep, and sequences of an ablation
+MEASURED = ("ablation", "numerics", "patching", "probing", "running", "subspaces")  # rooms whose code is tried
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A share of runs that is to lie within an aim.
+
+    Args:
+        group: Heading of the table.
+        what: What is measured, and on what.
+        aim: Between which shares.
+        n: Runs.
+        run: Whether it happens in one run, by the run's seed.
+    """
+
+    group: str
+    what: str
+    aim: tuple[float, float]
+    n: int
+    run: Callable[[int], bool]
+
+    @property
+    def key(self) -> str:
+        return f"{self.group}: {self.what}"
+
+
+def generator(seed: int, stream: int = 0) -> torch.Generator:
+    """A stream of random numbers of one run."""
+    return torch.Generator().manual_seed(100_003 * stream + seed)
+
+
+# Intervals of effects, on costs made by hand
+
+
+def costs(seed: int, m: int, spread: float, skewed: bool = False) -> Tensor:
+    """Costs of a target that is one more draw of its control, target first. (1 + m, 60)"""
+    gen = generator(seed)
+    level = torch.randn(m + 1, 1, generator=gen)
+    if skewed:
+        level = level.square() / 2**0.5
+    return spread * level + 0.3 * torch.randn(m + 1, 60, generator=gen) + 0.1 * torch.rand(60, generator=gen)
+
+
+def null_holds(seed: int, m: int, spread: float, skewed: bool = False) -> bool:
+    """Whether the interval of a target without an effect holds 0."""
+    drawn = costs(seed, m, spread, skewed)
+    found = effect(drawn[0], drawn[1:], torch.ones(60), seed=seed)
+    return found.low <= 0 <= found.high
+
+
+def truth_holds(seed: int, m: int, spread: float, size: float) -> bool:
+    """Whether the interval of a target that costs ``size`` holds what it costs beyond one more draw."""
+    gen = generator(seed, 1)
+    shared = 0.1 * torch.rand(60, generator=gen)
+    levels = spread * torch.randn(m + 1, 1, generator=gen)
+    drawn = levels[1:] + 0.3 * torch.randn(m, 60, generator=gen) + shared
+    target = size + 0.3 * torch.randn(60, generator=gen) + shared
+    found = effect(target, drawn, torch.ones(60), seed=seed)
+    return found.low <= size - float(levels[0]) <= found.high
+
+
+def some_site(seed: int, m: int, adjust: Callable[[Tensor, Tensor], Tensor]) -> bool:
+    """Whether some of 13 unused sites has an adjusted p of 0.05 or less; neighbouring sites resemble each other."""
+    made = torch.randn(SITES, m + 1, generator=generator(seed, 2))
+    for site in range(1, SITES):
+        made[site] = 0.7 * made[site - 1] + 0.51**0.5 * made[site]
+    return bool((adjust(made[:, 0], made[:, 1:]) <= 0.05).any())
+
+
+def by_holm(targets: Tensor, draws: Tensor) -> Tensor:
+    """Holm's adjusted p of the share of draws that cost as much."""
+    return torch.as_tensor(holm((1 + (draws >= targets[:, None]).double().sum(1)) / (1 + draws.shape[1])))
+
+
+# Ablations of planted models
+
+
+@functools.cache
+def made(name: str) -> World:
+    """A planted model, made once."""
+    return getattr(planted, name)()
+
+
+@functools.cache
+def mean_of(name: str) -> Tensor:
+    """Mean activation where the planted model is cut. (d,)"""
+    return made(name).acts(made(name).fit).flatten(0, 1).mean(0)
+
+
+def some_of(name: str, seed: int, n: int = N) -> pl.Batch:
+    """Random sequences on which nothing was fitted."""
+    held = made(name).held
+    return held[torch.randperm(len(held), generator=generator(seed, 3))[:n]]
+
+
+def ablated(name: str, space: pl.Subspace, batch: pl.Batch, draws: int, seed: int) -> dict[str, Any]:
+    """The target's row of an ablation beside random subspaces of equal rank."""
+    options: dict[str, Any] = {"label": "y", "kinds": ("random",), "refit": False, "batch_size": 1000}
+    return pl.ablate(made(name).model, batch, {SITE: space}, controls=draws, seed=seed, **options).targets()[0]
+
+
+def random_target_holds(seed: int, name: str, rank: int, draws: int) -> bool:
+    """Whether the interval of a random subspace, one more draw of its control, holds 0."""
+    width = len(mean_of(name))
+    space = pl.subspaces.random(rank, width, seed=1_000_000 + seed, mean=mean_of(name))
+    row = ablated(name, space, some_of(name, seed), draws, seed)
+    return bool(row["effect_lo"] <= 0 <= row["effect_hi"])
+
+
+@functools.cache
+def direction_of_y() -> tuple[pl.Subspace, float]:
+    """The direction that the planted model reads, and what it costs on all sequences that were held out."""
+    world = made("unused")
+    space = pl.subspaces.class_means(world.acts(world.fit), world.fit.labels["y"])
+    return space, float(ablated("unused", space, world.held, 2, 0)["damage"])
+
+
+def true_effect_holds(seed: int) -> bool:
+    """Whether the interval of the direction that is read holds what it costs beyond one more random direction."""
+    space, cost = direction_of_y()
+    other = pl.subspaces.random(1, space.d, seed=2_000_000 + seed, mean=space.mean)
+    row = ablated("unused", space, some_of("unused", seed), 20, seed)
+    against = float(ablated("unused", other, made("unused").held, 2, seed)["damage"])
+    return bool(row["effect_lo"] <= cost - against <= row["effect_hi"])
+
+
+# Refitted probes on what is left
+
+
+def residue(seed: int, n: int) -> dict[str, Any]:
+    """The refit check of activations that keep a label as the product of three signs, after its linear code is gone."""
+    gen = generator(seed, 4)
+    y = torch.randint(2, (n, 4), generator=gen)
+    left = plant(torch.randn(4 * n, 8, generator=gen), y.reshape(-1, 1), seed=seed).view(n, 4, 8)
+    clean = left + 4 * y[..., None] * torch.nn.functional.one_hot(torch.tensor(0), 8)
+    mask = torch.ones(n, 4, dtype=torch.bool)
+    return refit_check(clean, left, y, mask, torch.arange(n), seed=seed)[0]
+
+
+def called_erased(seed: int, n: int) -> bool:
+    """Whether no probe reads the residue, and the check doesn't say that it lacks power."""
+    row = residue(seed, n)
+    return bool(row["readable_before"] and not row["readable_after"] and row["powered"])
+
+
+# Interchanges
+
+
+def pairs_of(name: str, seed: int, n: int = 150) -> pl.PatchPairs:
+    """Runs of one position that differ in every variable, and what the model answers to each."""
+    gen = generator(seed, 5)
+    world, at = made(name), torch.full((n,), LENGTH - 1)
+    clean = some_of(name, seed, n).tokens
+    corrupted = clean.clone()
+    corrupted[:, -1] = clean[torch.randperm(n, generator=gen), -1] if name == "crowded" else clean[:, -1] ^ 3
+    with torch.no_grad():
+        said = [world.model(tokens)[:, -1].argmax(-1) for tokens in (clean, corrupted)]
+    kept = said[0] != said[1]
+    return pl.PatchPairs(clean[kept], corrupted[kept], at[kept], at[kept], torch.stack(said, 1)[kept])
+
+
+@functools.cache
+def direction_of_z() -> pl.Subspace:
+    """The direction of the variable that nothing reads."""
+    world = made("unused")
+    return pl.subspaces.class_means(world.acts(world.fit), world.fit.labels["z"])
+
+
+def called_used(seed: int, name: str, space: pl.Subspace | None = None, rank: int = 2) -> bool:
+    """Whether an interchange of a subspace that isn't what the model uses is called "used"."""
+    if space is None:
+        space = pl.subspaces.random(rank, len(mean_of(name)), seed=3_000_000 + seed, mean=mean_of(name))
+    found = pl.interchange(
+        made(name).model, pairs_of(name, seed), {SITE: space}, pos=LENGTH - 1, seed=seed, batch_size=500
+    )
+    return any(row["condition"] == "target" and row["verdict"] == "used" for row in found.rows)
+
+
+# Accuracies of probes
+
+
+def accuracy_holds(seed: int, gap: float, alike: bool) -> bool:
+    """Whether the interval of a probe's accuracy holds its accuracy on 4,000 new sequences."""
+    gen = generator(seed, 6)
+
+    def sample(n: int) -> tuple[Tensor, Tensor]:
+        y = torch.randint(2, (n, 5), generator=gen)
+        noise = torch.randn(n, 5, 3, generator=gen)
+        if alike:  # sequences are easy or hard as a whole
+            noise = noise * (0.5 + torch.rand(n, 1, 1, generator=gen) * 1.5)
+        noise[..., 0] += gap * (2 * y - 1)
+        return noise, y
+
+    (x, y), (new, truth) = sample(300), sample(4000)
+    found = pl.probe({"a": x}, y, Cs=(1.0,), seed=seed)
+    right = (new @ found.coef("a").T + found.intercept("a")).argmax(-1) == truth
+    row = found.rows[0]
+    return bool(row["lo"] <= float(right.double().mean()) <= row["hi"])
+
+
+COVERAGE = (0.93, 0.97)
+EFFECT, SWEEP = "An effect's 95 % interval holds the truth", "Some of 13 unused sites has an adjusted p of at most 0.05"
+ERASED, USED, PROBE = (
+    "A label that is left is called erased",
+    "A subspace that isn't used is called used",
+    "The 95 % interval of a probe's accuracy holds its accuracy on new sequences",
+)
+
+CHECKS = (
+    Check(EFFECT, "no effect, normal costs, 20 draws", COVERAGE, 2000, lambda s: null_holds(s, 20, 0.2)),
+    Check(EFFECT, "no effect, normal costs, 99 draws", COVERAGE, 2000, lambda s: null_holds(s, 99, 0.2)),
+    Check(EFFECT, "no effect, draws alike, 99 draws", COVERAGE, 2000, lambda s: null_holds(s, 99, 0.02)),
+    Check(EFFECT, "no effect, skewed costs, 99 draws", COVERAGE, 2000, lambda s: null_holds(s, 99, 0.2, True)),
+    Check(EFFECT, "an effect of 0.5, 20 draws", COVERAGE, 2000, lambda s: truth_holds(s, 20, 0.2, 0.5)),
+    Check(EFFECT, "an effect of 0.5, 99 draws", COVERAGE, 2000, lambda s: truth_holds(s, 99, 0.2, 0.5)),
+    Check(
+        EFFECT, "`unused`, random targets of rank 4, 20 draws", COVERAGE, 600,
+        lambda s: random_target_holds(s, "unused", 4, 20),
+    ),
+    Check(
+        EFFECT, "`unused`, random targets of rank 4, 99 draws", COVERAGE, 200,
+        lambda s: random_target_holds(s, "unused", 4, 99),
+    ),
+    Check(
+        EFFECT, "`crowded`, random targets of rank 2, 20 draws", COVERAGE, 600,
+        lambda s: random_target_holds(s, "crowded", 2, 20),
+    ),
+    Check(
+        EFFECT, "`crowded`, random targets of rank 2, 99 draws", COVERAGE, 200,
+        lambda s: random_target_holds(s, "crowded", 2, 99),
+    ),
+    Check(EFFECT, "`unused`, the direction that is read, 20 draws", COVERAGE, 300, true_effect_holds),
+    Check(SWEEP, "max-T, 99 draws", (0.0, 0.06), 20_000, lambda s: some_site(s, 99, max_t_over_sites)),
+    Check(SWEEP, "Holm, 259 draws", (0.0, 0.06), 20_000, lambda s: some_site(s, 20 * SITES - 1, by_holm)),
+    Check(ERASED, "as the product of three signs, 150 sequences", (0.0, 0.05), 75, lambda s: called_erased(s, 150)),
+    Check(ERASED, "as the product of three signs, 400 sequences", (0.0, 0.05), 75, lambda s: called_erased(s, 400)),
+    Check(USED, "`unused`, the direction of z", (0.0, 0.05), 100, lambda s: called_used(s, "unused", direction_of_z())),
+    Check(USED, "`unused`, random subspaces of rank 2", (0.0, 0.05), 100, lambda s: called_used(s, "unused")),
+    Check(USED, "`crowded`, random subspaces of rank 4", (0.0, 0.05), 100, lambda s: called_used(s, "crowded", rank=4)),
+    Check(PROBE, "accuracy near 0.8", (0.93, 1.0), 400, lambda s: accuracy_holds(s, 0.85, False)),
+    Check(PROBE, "accuracy near 0.8, sequences easy or hard", (0.93, 1.0), 400, lambda s: accuracy_holds(s, 1.0, True)),
+    Check(PROBE, "accuracy near 0.99, sequences easy or hard", (0.93, 1.0), 400, lambda s: accuracy_holds(s, 3.0, True)),
+    Check(PROBE, "accuracy near 0.999", (0.93, 1.0), 400, lambda s: accuracy_holds(s, 3.1, False)),
+)  # fmt: skip
+
+
+def code() -> str:
+    """A digest of the code that is measured, and of this file."""
+    package = Path(pl.__file__).parent
+    files = sorted(path for room in MEASURED for path in (package / room).rglob("*.py"))
+    found = hashlib.blake2b(digest_size=8)
+    for path in (Path(__file__), Path(planted.__file__), *files):
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def measure(checks: tuple[Check, ...], most: int | None, kept: Path | None) -> dict[str, dict[str, Any]]:
+    """Runs, hits and seconds of each check; those kept are gone on with."""
+    there: dict[str, Any] = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
+    now = code()
+    done = there["checks"] if there.get("code") == now else {}
+    last = time.monotonic()
+
+    def save() -> None:
+        if kept is not None:
+            partial = kept.with_suffix(".partial")
+            partial.write_text(json.dumps({"code": now, "checks": done}, indent=1) + "\n")
+            partial.replace(kept)
+
+    # Every check gets its share of a part of the time, so that a stopped run has something of each.
+    for part in range(1, PARTS + 1):
+        for check in checks:
+            row = done.setdefault(check.key, {"n": 0, "hits": 0, "seconds": 0.0})
+            while row["n"] < (check.n * part // PARTS if most is None else most):
+                start = time.process_time()
+                row["hits"] += check.run(row["n"])
+                row["n"] += 1
+                row["seconds"] = round(row["seconds"] + time.process_time() - start, 4)
+                if time.monotonic() - last > SAVED_EVERY:
+                    save()
+                    last = time.monotonic()
+        print(f"part {part} of {PARTS}", flush=True)
+    save()
+    return done
+
+
+def said(check: Check, row: dict[str, Any]) -> str:
+    """One line of the table."""
+    least, most = check.aim
+    low, high = exact_interval(row["hits"], row["n"])
+    if least == 0:
+        aim = f"at most {most:.0%}"
+    else:
+        aim = f"at least {least:.0%}" if most == 1 else f"{100 * least:g} to {most:.0%}"
+    met = "yes" if least <= low and high <= most else "no" if high < least or low > most else "open"
+    share = row["hits"] / row["n"]
+    return f"| {check.what} | {aim} | {share:.1%} [{100 * low:.1f}, {100 * high:.1f}] | {row['n']:,} | {met} |"
+
+
+HEAD = """# How often the statistics are wrong
+
+<!-- Written by docs/tools/simulations.py. -->
+
+An interval of 95 % promises to hold the truth in 95 of 100 cases, an adjusted p of 0.05 to be wrong in 5. Below, both are
+tried on small experiments whose truth is known, each run many times with new random numbers. Brackets have the exact 95 %
+interval of a share (Clopper and Pearson). An aim is met ("yes") or missed ("no") where the whole bracket says so, and "open"
+otherwise: more runs would tell.
+"""
+
+ABOUT = {
+    EFFECT: """\
+The effect of an ablation is what a target costs beyond one more draw of its control. A random subspace is such a draw, so its
+effect is 0, and the interval should hold 0 in 95 of 100 cases. The first lines use costs made by hand (60 sequences), the
+others `pl.ablate` on two [planted models](five-ways.md), on 100 random sequences: in `unused` the answer is read along one
+direction, in `crowded` along all. The truth of a target that is read is its cost on all sequences that were held out, less
+that of one more random direction there.""",
+    SWEEP: """\
+Thirteen sites that aren't used, each beside the draws of its control; neighbouring sites resemble each other, as layers do.
+Without an adjustment about half of such sweeps have a site with p of at most 0.05.""",
+    ERASED: """\
+The activations keep a binary label as the product of three signs, each of two standard deviations, along three of eight
+directions. No linear probe reads that, and an MLP does given enough sequences (of four positions here). Too few must end as
+"underpowered", which counts as right here; what counts is how often the check of refitted probes finds nothing and claims that
+it would have.""",
+    USED: """\
+`pl.interchange` with its usual controls on up to 150 pairs of runs that differ in every variable: of a variable's direction
+that the model doesn't read, and of random subspaces.""",
+    PROBE: """\
+`pl.probe` on 300 sequences of five positions, 60 of them for the test; the truth is the fitted probe's accuracy on 4,000 new
+sequences. These intervals are exact ones of an effective number of trials, and rather too wide than too narrow.""",
+}
+
+
+def page(done: dict[str, dict[str, Any]]) -> str:
+    """The page."""
+    parts = [HEAD]
+    for group in dict.fromkeys(check.group for check in CHECKS):
+        lines = [said(check, done[check.key]) for check in CHECKS if check.group == group]
+        table = "\n".join(["| on | aim | measured | runs | met |", "|---|---|---|--:|---|", *lines])
+        parts.append(f"## {group}\n\n{ABOUT[group]}\n\n{table}\n")
+    seconds = sum(row["seconds"] for row in done.values())
+    parts.append(
+        f"Command: `python docs/tools/simulations.py`, about {max(1, round(seconds / 60))} minutes on one core; a run that is "
+        "stopped goes on where it was. `--quick` tries everything in a few runs.\n"
+    )
+    return "\n".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
+    parser.add_argument("--quick", action="store_true", help="few runs of each check, and no page")
+    parser.add_argument("--page", action="store_true", help="no runs: write the page from what is kept")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.page:
+        done = json.loads(DATA.read_text())["checks"]
+    else:
+        done = measure(CHECKS, QUICK if args.quick else None, None if args.quick else DATA)
+    done = {check.key: done[check.key] for check in CHECKS}
+    if args.quick:
+        print("\n".join(f"{key}: {row['hits']} of {row['n']}, {row['seconds']:.1f} s" for key, row in done.items()))
+    else:
+        PAGE.write_text(page(done), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""The page of simulations: written from what was measured, gone on with after a stop, and every check runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import simulations
+
+pytestmark = pytest.mark.skipif(not simulations.PAGE.is_file(), reason="needs a source tree")
+
+
+def test_the_page_is_the_one_that_the_kept_numbers_give() -> None:
+    done = json.loads(simulations.DATA.read_text())["checks"]
+    assert set(done) == {check.key for check in simulations.CHECKS}
+    written = simulations.PAGE.read_text(encoding="utf-8")
+    assert written == simulations.page(done), "stale: python docs/tools/simulations.py"
+
+
+@pytest.mark.parametrize("check", simulations.CHECKS, ids=lambda check: check.key)
+def test_every_check_says_yes_or_no(check: simulations.Check) -> None:
+    if "150 sequences" not in check.what:  # it looks for the number that would do, which takes long
+        assert check.run(0) in (True, False)
+
+
+def test_an_aim_is_met_or_missed_where_the_whole_interval_says_so() -> None:
+    check = simulations.Check("group", "what", (0.93, 0.97), 1000, bool)
+    ends = {(950, 1000): "yes", (950, 100_000): "no", (19, 20): "open", (0, 50): "no"}
+    for (hits, n), word in ends.items():
+        assert simulations.said(check, {"hits": hits, "n": n}).split("|")[-2].strip() == word, (hits, n)
+    rare = simulations.Check("group", "what", (0.0, 0.05), 100, bool)
+    assert simulations.said(rare, {"hits": 0, "n": 100}) == "| what | at most 5% | 0.0% [0.0, 3.6] | 100 | yes |"
+
+
+def test_a_stopped_run_goes_on_and_other_code_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def run(seed: int) -> bool:
+        tried.append(seed)
+        return seed % 2 == 0
+
+    kept = tmp_path / "kept.json"
+    check = simulations.Check("group", "what", (0.0, 1.0), 10, run)
+    assert simulations.measure((check,), 4, kept)[check.key]["hits"] == 2
+    assert simulations.measure((check,), None, kept)[check.key]["hits"] == 5
+    assert tried == list(range(10))
+    monkeypatch.setattr(simulations, "code", lambda: "other")
+    assert simulations.measure((check,), 2, kept)[check.key]["n"] == 2
