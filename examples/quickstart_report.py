@@ -120,6 +120,10 @@ def _ablated(result: pl.AblationResult) -> str:
         text += ", so a drop there does not show that the model needs this subspace"
     if count["absent"]:
         text += f"; at {count['absent']} no probe reads it in the first place"
+    if count["underpowered"]:
+        text += (
+            f"; at {count['underpowered']} no probe reads it, but with so few sequences none could read a small residue"
+        )
     return text + "."
 
 

@@ -264,6 +264,22 @@ def test_each_verdict_by_hand(floor: bool, readout: bool, before: bool | None, a
     assert f'"{word}"' in (pl.ablate.__doc__ or "")
 
 
+def test_few_sequences_are_underpowered_and_the_findings_say_how_many_would_do(
+    spare: World, spare_leace: pl.Eraser
+) -> None:
+    # A seed with which no probe passes the bar by chance, as 1 in 5 of so few test rows does.
+    for seed in range(6):
+        got = pl.ablate(spare.model, spare.held[:120], {SITE: spare_leace}, label="y", controls=0, seed=seed)
+        row = target(got)
+        if not row["readable_after"]:
+            break
+    assert (row["verdict"], row["powered"]) == ("underpowered", False)
+    assert row["n_needed"] in (240, 480, 960)
+    assert f"{row['n_needed']} sequences would do" in str(got)
+    linear = pl.ablate(spare.model, spare.held[:120], {SITE: spare_leace}, label="y", controls=0, seed=seed, mlp=False)
+    assert (target(linear)["verdict"], target(linear)["powered"]) == ("erased", True)
+
+
 def test_absent_where_nothing_could_be_read_in_the_first_place(spare: World, spare_leace: pl.Eraser) -> None:
     coin = torch.randint(2, spare.held.tokens.shape, generator=torch.Generator().manual_seed(5))
     both = pl.Batch(spare.held.tokens, {**spare.held.labels, "coin": coin})
