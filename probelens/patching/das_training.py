@@ -19,6 +19,7 @@ from probelens.errors import InputError
 from probelens.hooks.edits.swap import Swap
 from probelens.hooks.inputs import mask_for_model, padding_mask
 from probelens.hooks.model import HookedModel
+from probelens.numerics.modes import full_precision
 from probelens.patching.plan import Source
 from probelens.running.faster_forwards import faster_forwards
 from probelens.running.gradients import frozen
@@ -93,7 +94,7 @@ class Swaps:
 
     def logits(self, basis: Tensor, rows: Tensor) -> Tensor:
         """Logits at the read position after the swap of span(basis). (rank, d), (batch,) -> (batch, d_vocab)"""
-        resid = None if self.entering is None else self.entering[rows].to(self.model.cfg.device)
+        resid = None if self.entering is None else self.entering[rows]
         return self.runs.traced(rows, self._condition(basis), self.start, resid)
 
     def _condition(self, basis: Tensor) -> Condition:
@@ -139,7 +140,7 @@ class Lesson:
         right, loss = 0, 0.0
         with frozen(model), torch.no_grad(), faster_forwards(model, [self.swaps.site]):
             for rows in self.rows.split(size):
-                logits = self.swaps.logits(basis.to(model.cfg.device), rows).float()
+                logits = self.swaps.logits(basis, rows).float()
                 answers = self.answers[rows].to(logits.device)
                 right += int((logits.argmax(-1) == answers).sum())
                 loss += float(F.cross_entropy(logits, answers, reduction="sum"))
@@ -170,8 +171,8 @@ def learn(
     if first is not None:
         drawn = torch.cat([first.mT.to(drawn), drawn[:, len(first) :]], 1)
     model = lessons[0].swaps.model
-    dtype = torch.promote_types(model.cfg.dtype, torch.float32)
-    weight = torch.linalg.qr(drawn).Q.to(device=model.cfg.device, dtype=dtype).requires_grad_()
+    # On the CPU in float64: it is small, and swaps take it to where and what the activations are.
+    weight = torch.linalg.qr(drawn).Q.requires_grad_()
     optimizer = torch.optim.Adam([weight], lr=schedule.lr)
     orders = [_batches(lesson.rows, schedule.batch_size, gen) for lesson in lessons]
     losses: list[float] = []
@@ -190,7 +191,7 @@ def learn(
             bar.update(1)
             if _flat(losses):
                 break
-    return Learned(torch.linalg.qr(weight.detach().double()).Q.mT.cpu().contiguous(), torch.tensor(losses))
+    return Learned(torch.linalg.qr(weight.detach()).Q.mT.contiguous(), torch.tensor(losses))
 
 
 def learn_rank(
@@ -251,7 +252,8 @@ def _gradient(loss: Tensor, weight: Tensor, site: str) -> Tensor:
         raise InputError(
             f"the loss of swaps at {site!r} is {float(loss)}: look for NaN or infinity in the model's logits"
         )
-    grad = torch.autograd.grad(loss, weight, allow_unused=True)[0] if loss.requires_grad else None
+    with full_precision():  # backward, an operation has the precision that it had forward
+        grad = torch.autograd.grad(loss, weight, allow_unused=True)[0] if loss.requires_grad else None
     if grad is None:
         raise InputError(
             f"das() needs a gradient at {site!r}, and none comes back there: what is read doesn't depend on the tensor that "

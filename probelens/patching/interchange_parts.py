@@ -17,6 +17,7 @@ from probelens.hooks.inputs import padding_mask
 from probelens.hooks.model import HookedModel
 from probelens.hooks.passes.at import at
 from probelens.hooks.points import HookFn
+from probelens.numerics.modes import full_precision
 from probelens.patching.interchange_reader import reader_of
 from probelens.patching.plan import Source
 from probelens.running.collect import collect
@@ -160,7 +161,8 @@ class Here:
     def swap(self, about: dict[str, Any], left: Tensor, right: Tensor, complement: bool = False) -> Swapped:
         """The interchange of L R, or of all but that, with what it carries of the difference between the runs."""
         total = float(self.change.square().sum(dtype=torch.float64))
-        part = self.change @ right.mT.to(self.change) @ left.to(self.change)
+        with full_precision():
+            part = self.change @ right.mT.to(self.change) @ left.to(self.change)
         part = self.change - part if complement else part
         about["variance"] = float(part.square().sum(dtype=torch.float64)) / total if total else None
         if complement and self.head is not None:

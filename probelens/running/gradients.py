@@ -32,19 +32,20 @@ def need_gradients(model: HookedModel, who: str, instead: str) -> None:
 @contextlib.contextmanager
 def frozen(model: HookedModel) -> Iterator[None]:
     """Gradients inside the block for what hooks put in, none for weights; in eval mode, all as before at the end."""
-    flags = [(p, p.requires_grad) for p in model.module.parameters()]
-    # cuDNN's recurrent kernels have a backward pass in training mode only.
+    flags = [(p, p.requires_grad) for p in model.module.parameters() if p.is_leaf]
+    # Recurrent kernels of cuDNN have a backward pass in training mode only, and oneDNN's take no frozen weights in bfloat16.
+    backends = (torch.backends.cudnn, torch.backends.mkldnn)
     recurrent = any(isinstance(m, nn.RNNBase) for m in model.module.modules())
-    cudnn = recurrent and model.cfg.device.type == "cuda"
+    enabled = [backend.enabled for backend in backends]
     try:
         for p, _ in flags:
             p.requires_grad_(False)
-        with (
-            model.evaluating(),
-            differentiable(),
-            torch.backends.cudnn.flags(enabled=False) if cudnn else contextlib.nullcontext(),
-        ):
+        for backend in backends if recurrent else ():
+            backend.enabled = False
+        with model.evaluating(), differentiable():
             yield
     finally:
+        for backend, before in zip(backends, enabled, strict=True):
+            backend.enabled = before
         for p, flag in flags:
             p.requires_grad_(flag)

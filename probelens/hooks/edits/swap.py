@@ -11,6 +11,7 @@ from torch import Tensor
 from probelens.errors import ShapeError
 from probelens.hooks.edits.edit import Edit, Positions, fit
 from probelens.hooks.points import HookPoint
+from probelens.numerics.modes import full_precision
 from probelens.numerics.tensors import tensor_of
 
 __all__ = ["Swap", "swap"]
@@ -43,7 +44,8 @@ class Swap(Edit):
                 f"the directions have width {self.left.shape[-1]}, but the hook point"
                 f"{'' if hook is None else f' {hook.name!r}'} gives {tuple(tensor.shape)}, {flat.shape[-1]} wide"
             )
-        part = flat @ self.right.to(flat).mT @ self.left.to(flat)
+        with full_precision():  # autocast is meant for the model
+            part = flat @ self.right.to(flat).mT @ self.left.to(flat)
         return tensor.to(wide) + (flat - part if self.complement else part).reshape(change.shape)
 
 
