@@ -30,6 +30,10 @@ _PARTS = {
 _LAYER_TYPES = {"a": "attn", "m": "mlp", "b": None, "block": None, "blocks": None, "attention": "attn"}
 
 
+# TransformerLens 4's names by module, of points whose other name says more.
+_BY_MODULE = re.compile(r"(blocks\.\d+(\.attn|\.mlp)?|embed)\.hook_(in|out)")
+
+
 class NameTable:
     """Full names of hook points in the order of the forward pass, and what each way of asking means among them.
 
@@ -184,7 +188,9 @@ class NameTable:
 
     def near(self, asked: Names) -> list[str]:
         """Up to three full names most like what was asked for, or shorthands where one was asked for."""
-        full, known = asked_name(asked), [*self.names, *(a for a, name in self.aliases.items() if name in self.names)]
+        full = asked_name(asked)
+        others = (a for a, name in self.aliases.items() if name in self.names and not _BY_MODULE.fullmatch(a))
+        known = [*self.names, *others]
         if isinstance(asked, str) and not any(char in asked for char in "*?[."):
             short = sorted({n.rsplit(".", 1)[-1].removeprefix("hook_") for n in self.names})
             if self.alias("blocks.0.hook_resid_pre") in self.names:
