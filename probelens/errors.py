@@ -140,15 +140,15 @@ _ELSEWHERE = {
     "mod_dict": "the points are in model.hook_dict, the modules in model.module.named_modules()",
 }
 _CACHE_WEIGHTS = {
-    "compute_head_results", "stack_head_results", "get_neuron_results", "stack_neuron_results", "logit_attrs",
-    "logit_lens", "apply_ln_to_stack", "get_full_resid_decomposition", "compute_ssm_state",
+    "compute_head_results", "get_neuron_results", "stack_neuron_results",
+    "logit_lens", "get_full_resid_decomposition", "compute_ssm_state",
     "compute_ssm_effective_attention",
 }  # fmt: skip
 # What is about one part of a block, and whether a model has such a part.
 _PARTS: dict[str, tuple[str, Callable[[Any], int]]] = {
     **dict.fromkeys(
         (
-            "compute_head_results", "stack_head_results", "W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O", "QK",
+            "compute_head_results", "W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O", "QK",
             "OV", "all_composition_scores", "set_use_attn_result", "set_use_split_qkv_input", "set_use_attn_in",
         ), ("attention heads", lambda cfg: cfg.n_heads),
     ),

@@ -14,6 +14,7 @@ from probelens.hooks.forwards import device_of
 from probelens.hooks.passes.recording import Slice, slice_positions
 from probelens.hooks.protocol import Wrapped
 from probelens.hooks.shorthand import Names, NameTable
+from probelens.numerics.linear_parts import held_norm, of_each_head, stacked_on_last
 
 __all__ = ["ActivationCache"]
 
@@ -161,7 +162,7 @@ class ActivationCache(Mapping[str, Tensor]):
         """
         if not self.has_batch_dim:
             raise ShapeError("this cache has no batch axis any more (remove_batch_dim was called)")
-        index = slice(*batch_slice) if isinstance(batch_slice, tuple) else batch_slice
+        index: Any = slice(*batch_slice) if isinstance(batch_slice, tuple) else batch_slice
         index = slice(None) if index is None else index
         kept = {n: t[index] for n, t in self.cache_dict.items()}
         if not isinstance(index, int) and any(not len(t) for t in kept.values()):
@@ -187,7 +188,7 @@ class ActivationCache(Mapping[str, Tensor]):
         if not 0 < upto <= n_layers:
             raise UnknownHookError(f"layer {layer} asked for, allowed are 1 to {n_layers}, or -1 for all")
         key = (sublayer_type,) if sublayer_type else ()
-        return _stacked([self[(activation_name, i, *key)] for i in range(upto)])
+        return stacked_on_last([self[(activation_name, i, *key)] for i in range(upto)])
 
     def accumulated_resid(
         self, layer: int | None = None, incl_mid: bool = False, apply_ln: bool = False,
@@ -224,7 +225,7 @@ class ActivationCache(Mapping[str, Tensor]):
             if (incl_mid and i < upto) or (mlp_input and i == upto):
                 parts.append(self["resid_mid", i])
                 labels.append(f"{i}_mid")
-        stacked = _stacked([self._at(part, pos_slice) for part in parts])
+        stacked = stacked_on_last([self._at(part, pos_slice) for part in parts])
         if apply_ln:
             if self.model is None or "ln_final" not in self.model.adapter.parts:
                 raise InputError(
@@ -281,8 +282,123 @@ class ActivationCache(Mapping[str, Tensor]):
         if not parts or (mode == "mlp" and upto and all("mlp" not in name for name in parts)):
             what = f"mode={mode!r} up to layer {upto}{self._absent(('mlp_out', 0))}"
             raise InputError(f"no part of the residual stream is left for {what}")
-        stacked = _stacked([self._at(part, pos_slice) for part in parts.values()])
+        stacked = stacked_on_last([self._at(part, pos_slice) for part in parts.values()])
         return (stacked, list(parts)) if return_labels else stacked
+
+    def stack_head_results(
+        self, layer: int = -1, return_labels: bool = False, incl_remainder: bool = False, pos_slice: Slice = None,
+        apply_ln: bool = False,
+    ) -> Tensor | tuple[Tensor, list[str]]:  # fmt: skip
+        """What each attention head writes: its part of ``attn.hook_z`` through the output projection, without the bias.
+
+        Args:
+            layer: The heads of the blocks before this one; -1 for all.
+            return_labels: Also names such as ``"L3H5"``.
+            incl_remainder: Also what the residual stream holds beside them.
+            pos_slice: Positions to keep.
+            apply_ln: Divide by the final norm's scale, as ``apply_ln_to_stack``.
+
+        Returns:
+            (layer · head, batch, pos, d_model), and the labels if asked for.
+
+        Raises:
+            InputError: No model with this cache, or a block without attention heads.
+            UnknownHookError: The cache lacks ``attn.hook_z`` of one of them.
+        """
+        model = _with_model(self.model)
+        upto = model.points.n_layers if layer in (None, -1) else int(layer)
+        parts: list[Tensor] = []
+        labels: list[str] = []
+        for i in range(upto):
+            if f"blocks.{i}.attn.hook_z" not in model.points.named:
+                raise InputError(f"block {i} has no attention heads{self._absent(('z', i))}")
+            site, out = model.points.named[f"blocks.{i}.attn.hook_z"].site, f"blocks.{i}.hook_attn_out"
+            assert site is not None
+            down, z = model.module.get_submodule(site.path), self._at(self["z", i], pos_slice)
+            own = model.points.named[out].site if out in model.points.named else None
+            parts += [part * (1.0 if own is None else own.scale) for part in of_each_head(down, z)]
+            labels += [f"L{i}H{head}" for head in range(z.shape[-2])]
+        if incl_remainder:
+            resid = self._at(self["resid_post", upto - 1] if upto else self["resid_pre", 0], pos_slice)
+            parts.append(resid - sum(parts))
+            labels.append("remainder")
+        if not parts:
+            raise InputError(f"layer={layer} has no heads before it")
+        stacked = stacked_on_last(parts)
+        stacked = self.apply_ln_to_stack(stacked, pos_slice=pos_slice) if apply_ln else stacked
+        return (stacked, labels) if return_labels else stacked
+
+    def apply_ln_to_stack(
+        self, residual_stack: Tensor, layer: int | None = None, mlp_input: bool = False, pos_slice: Slice = None,
+        batch_slice: Slice = None, has_batch_dim: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """The final norm of parts of the residual stream, its scale held at that of the whole; then they add up.
+
+        Its weight is applied and its bias left out, so nothing needs to be folded.
+
+        Args:
+            residual_stack: (component, batch, pos, d_model), as ``decompose_resid`` and ``stack_head_results`` give it.
+            layer: None, -1 or the number of blocks: the final norm.
+            mlp_input: Not here.
+            pos_slice, batch_slice: The positions that the stack was cut to, and examples to keep.
+            has_batch_dim: Whether the stack still has its batch axis.
+
+        Returns:
+            Of the stack's shape, with the examples of ``batch_slice``.
+
+        Raises:
+            InputError: Another norm than the final one, or a norm whose scale can't be told from its values.
+            UnknownHookError: The cache lacks ``ln_final.hook_in`` (or ``resid_post`` of the last block).
+        """
+        model = _with_model(self.model)
+        if mlp_input or layer not in (None, -1, model.points.n_layers) or "ln_final" not in model.adapter.parts:
+            raise InputError(
+                "apply_ln_to_stack holds the scale of the final norm: give layer=None, on a model with one"
+            )
+        norm = model.module.get_submodule(model.adapter.parts["ln_final"])
+        whole = self._at(self["ln_final.hook_in"], pos_slice)
+        if batch_slice is not None and has_batch_dim:
+            residual_stack, whole = slice_positions(residual_stack, batch_slice), slice_positions(whole, batch_slice, 0)
+        return held_norm(norm, whole)(residual_stack)
+
+    def logit_attrs(
+        self, residual_stack: Tensor, tokens: str | int | Tensor, incorrect_tokens: str | int | Tensor | None = None,
+        pos_slice: Slice = None, batch_slice: Slice = None, has_batch_dim: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """What each part of the residual stream adds to a logit, or to the difference of two.
+
+        The parts add up to the logit but for the biases of the final norm and of the unembedding, and before any cap.
+
+        Args:
+            residual_stack: (component, batch, pos, d_model)
+            tokens: The token whose logit it is: an id, text of one token, or ids (batch,) or (batch, pos).
+            incorrect_tokens: Tokens whose logits are subtracted.
+            pos_slice, batch_slice, has_batch_dim: As for ``apply_ln_to_stack``.
+
+        Returns:
+            (component, batch, pos)
+
+        Raises:
+            InputError: No unembedding with a weight (d_vocab, d_model).
+            ShapeError: ``incorrect_tokens`` of another shape.
+        """
+        model = _with_model(self.model)
+        head = model.module.get_submodule(model.adapter.parts["unembed"]) if "unembed" in model.adapter.parts else None
+        weight = getattr(head, "weight", None)
+        if not isinstance(weight, Tensor) or weight.ndim != 2 or weight.shape[1] != residual_stack.shape[-1]:
+            raise InputError("logit_attrs needs an unembedding with a weight (d_vocab, d_model)")
+        toward = weight[_ids(model, tokens, weight.device)].detach()
+        if incorrect_tokens is not None:
+            against = weight[_ids(model, incorrect_tokens, weight.device)].detach()
+            if against.shape != toward.shape:
+                raise ShapeError("tokens and incorrect_tokens have different shapes")
+            toward = toward - against
+        stack = self.apply_ln_to_stack(
+            residual_stack, pos_slice=pos_slice, batch_slice=batch_slice, has_batch_dim=has_batch_dim
+        )
+        if has_batch_dim and stack.ndim == 4 and toward.ndim == 2:
+            toward = toward.unsqueeze(-2)
+        return (stack * toward.to(stack)).sum(-1)
 
     def _entering(self, block: bool) -> dict[str, Tensor]:
         """What the sum starts from: the embedding, what is added to it, and the norm that block 0 begins with."""
@@ -320,6 +436,13 @@ class ActivationCache(Mapping[str, Tensor]):
         return slice_positions(part, pos, 1 if self.has_batch_dim else 0)
 
 
-def _stacked(parts: list[Tensor]) -> Tensor:
-    """On the device of the last, where a model is spread over several."""
-    return torch.stack([part.to(parts[-1].device) for part in parts])
+def _with_model(model: Wrapped | None) -> Wrapped:
+    if model is None:
+        raise InputError("this needs the model of the cache, which isn't with it")
+    return model
+
+
+def _ids(model: Wrapped, tokens: str | int | Tensor, device: torch.device) -> Tensor:
+    if isinstance(tokens, str):
+        tokens = model.to_single_token(tokens)  # type: ignore[attr-defined]
+    return torch.as_tensor(tokens).to(device)

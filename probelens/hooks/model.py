@@ -19,11 +19,12 @@ from probelens.hooks.forwards import eager
 from probelens.hooks.inputs import described, prepared
 from probelens.hooks.lens import TransformerLensMethods
 from probelens.hooks.names import Points
+from probelens.hooks.passes.fired import check_fired
 from probelens.hooks.passes.layout import settle, settle_before
 from probelens.hooks.passes.recording import Slice, recorders, without_batch
 from probelens.hooks.points import Direction, HookFn, HookPoint
 from probelens.hooks.shorthand import Names
-from probelens.hooks.switchboard import Entry, Switchboard, check_fired
+from probelens.hooks.switchboard import Entry, Switchboard
 from probelens.hooks.trials import Untried, can_start_at, require_start_at
 from probelens.hooks.verify import VerifyReport, verify
 from probelens.hooks.weights import edited_weights

@@ -15,14 +15,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from probelens.errors import HookNotFiredError, InputError, noted
+from probelens.errors import InputError, noted
 from probelens.hooks.forwards import eager, hold, release
 from probelens.hooks.passes.at import At
 from probelens.hooks.passes.current import Passes
 from probelens.hooks.passes.turned import Layout, called_again
 from probelens.hooks.points import Direction, HookFn, HookPoint, checked
 
-__all__ = ["Entry", "Reach", "Switchboard", "Tap", "check_fired"]
+__all__ = ["Entry", "Reach", "Switchboard", "Tap"]
 
 
 @dataclass(eq=False, slots=True)
@@ -434,28 +434,3 @@ class Switchboard:
                 return
             del self._instruments[path]
             context.__exit__(None, None, None)
-
-
-def check_fired(entries: Iterable[Entry], *, backward: bool = True) -> None:
-    """Raise a HookNotFiredError that names the silent points when a hook that was asked for was never called.
-
-    Where no backward pass should have happened by now, a backward hook counts once it is attached to the graph.
-    """
-    # Not those that reset_hooks() took away.
-    silent = [e for e in entries if e.active and not e.fired and (backward or not e.attached)]
-    if not silent:
-        return
-    if all(e.attached for e in silent):
-        reason = (
-            "the forward pass reached them but no backward pass did. "
-            "Call .backward() on something computed from them, inside the `with` block."
-        )
-    else:
-        reason = (
-            "no forward pass of the model reached them while they were in place. Check that the model "
-            "was called, what stop_at_layer and start_at_layer leave out, and whether the model calls "
-            "that module at all; model.verify(inputs) tests every point."
-        )
-    names = list(dict.fromkeys(e.point.name for e in silent))
-    shown = ", ".join(repr(n) for n in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    raise HookNotFiredError(f"{len(silent)} hook(s) did not fire, at {shown}: {reason}")

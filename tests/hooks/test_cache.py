@@ -112,9 +112,9 @@ def test_a_residual_stream_that_is_no_sum_is_refused() -> None:
 
 
 def test_what_needs_weights_says_where_it_is_to_be_had(cache: pl.ActivationCache) -> None:
-    assert not hasattr(cache, "stack_head_results")
+    assert not hasattr(cache, "compute_head_results")
     with pytest.raises(pl.InputError, match="build_bridge_from_module"):
-        cache.stack_head_results(layer=1)
+        cache.compute_head_results()
     with pytest.raises(AttributeError, match="no attribute 'stack_heads'"):
         cache.stack_heads  # noqa: B018
 

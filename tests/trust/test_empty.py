@@ -68,7 +68,7 @@ def test_heads_and_neurons_are_refused_where_there_are_none(models: Any, caches:
     for family in WHY:
         kind = type(models[family].module).__name__
         for owner, names, part in (
-            (caches[family], ("stack_head_results", "compute_head_results"), "attention heads"),
+            (caches[family], ("compute_head_results",), "attention heads"),
             (caches[family], ("stack_neuron_results",), "MLP"),
             (models[family], ("W_Q", "W_O"), "attention heads"),
             (models[family], ("W_in",), "MLP"),
@@ -77,9 +77,15 @@ def test_heads_and_neurons_are_refused_where_there_are_none(models: Any, caches:
                 assert not hasattr(owner, name)
                 with pytest.raises(pl.InputError, match=f"has no '{name}': this {kind} has no {part}"):
                     getattr(owner, name)
-    for owner, name in ((caches["neox-sequential"], "stack_head_results"), (models["neox-sequential"], "W_Q")):
+    for owner, name in ((caches["neox-sequential"], "compute_head_results"), (models["neox-sequential"], "W_Q")):
         with pytest.raises(pl.InputError, match="layout"):
             getattr(owner, name)
+
+
+def test_results_of_heads_are_refused_where_there_are_none(caches: Any) -> None:
+    for family in WHY:
+        with pytest.raises(pl.InputError, match="no attention heads"):
+            caches[family].stack_head_results()
 
 
 def test_a_decomposition_without_parts_is_refused(caches: Any) -> None:
