@@ -375,7 +375,7 @@ def page(done: dict[str, dict[str, Any]]) -> str:
         parts.append(f"## {group}\n\n{ABOUT[group]}\n\n{table}\n")
     seconds = sum(row["seconds"] for row in done.values())
     parts.append(
-        f"Command: `python docs/tools/simulations.py`, about {max(1, round(seconds / 60))} minutes on one core; a run that is "
+        f"Command: `python docs/tools/simulations.py`. These runs took {max(1, round(seconds / 60))} minutes of one core; a run that is "
         "stopped goes on where it was. `--quick` tries everything in a few runs.\n"
     )
     return "\n".join(parts)
