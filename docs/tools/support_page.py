@@ -78,6 +78,11 @@ def _remote(name: str) -> HookedModel:
     return pl.wrap(TransformersModel(zoo.build(name), task="text-generation", tokenizer=words), remote="local")
 
 
+def _even(name: str) -> HookedModel:
+    """With as many blocks on either side: transformers generates with no other T5."""
+    return pl.wrap(zoo.more(name, num_layers=zoo.LAYERS))
+
+
 def _described(name: str) -> HookedModel:
     """Wrapped as any module is, by the paths of its parts alone."""
     parts = {
@@ -105,6 +110,17 @@ TABLES: dict[str, tuple[str, tuple[Family, ...]]] = {
             Family("GPT-2", ("gpt2",)),
             Family("Llama", ("llama",)),
             Family("other decoders", ("gemma2", *zoo.DECODERS)),
+        ),
+    ),
+    "Encoders and encoder–decoders": (
+        "Encoders under a head for masked tokens, and encoder–decoders that are given tokens alone, which both sides read. "
+        "The columns of the encoder–decoders are about the decoder; the points of the encoder take the same calls.",
+        (
+            Family("BERT and its like", ("bert", "roberta", "distilbert", "electra")),
+            Family("ModernBERT", ("modernbert",)),
+            Family("DeBERTa", ("deberta",)),
+            Family("T5", ("t5", "t5-gated"), _even),
+            Family("BART and Marian", ("bart-whole", "marian")),
         ),
     ),
     "State space models and hybrids": (
@@ -195,7 +211,7 @@ def plain(text: str) -> str:
     """An error's words without what is true of one model alone."""
     text = re.split(r"\.? (?:Nearest|All names|Check that|Use patch)", text)[0]
     text = re.sub(r" \(an? \w+\)", "", text)
-    text = re.sub(r"(this|in this) \w*(?:ForCausalLM|LMHeadModel|Recurrent|Bridge)\b", r"\1 model", text)
+    text = re.sub(r"(this|in this) \w*(?:ForCausalLM|ForMaskedLM|ForConditionalGeneration|LMHeadModel|MTModel|Recurrent|Bridge)\b", r"\1 model", text)
     return text.rstrip(".")
 
 
