@@ -18,7 +18,7 @@ _BLOCK_LISTS = ("layers", "h", "blocks", "decoder.layers", "block")
 ENCODERS = ("encoder.layer", "encoder.layers", "encoder.block", "transformer.layer")
 _FINAL_NORMS = (
     "norm", "ln_f", "final_layer_norm", "norm_f", "final_layernorm", "final_norm", "ln_out", "rms_norm",
-    "embedding_norm", "out_norm", "layer_norm", "decoder.final_layer_norm", "decoder.layer_norm", "decoder.norm",
+    "embedding_norm", "out_norm", "layer_norm", "decoder.final_layer_norm", "decoder.layer_norm", "decoder.norm", "layernorm",
 )  # fmt: skip
 
 

@@ -40,6 +40,15 @@ class HFEncoder(HFStack):
             if whole is not None:
                 self.parts["embed"] = join(path_of(module, inner), whole)
 
+        kind, head = type(module).__name__, first_child(module, ("classifier",))
+        tagger = kind.endswith("ForTokenClassification") and first_child(module, ("head",)) is None
+        if tagger and head is not None and isinstance(module.get_submodule(head), nn.Linear):
+            self.parts["unembed"] = head
+            self.cfg.d_vocab_out = int(module.get_submodule(head).out_features)
+        else:
+            # Heads for masked tokens and for sequences transform what they read first.
+            self.nonlinear_head = "unembed" in self.parts or kind.endswith("ForSequenceClassification")
+
     @classmethod
     def matches(cls, module: Any) -> bool:
         if not super().matches(module):

@@ -211,7 +211,11 @@ def plain(text: str) -> str:
     """An error's words without what is true of one model alone."""
     text = re.split(r"\.? (?:Nearest|All names|Check that|Use patch)", text)[0]
     text = re.sub(r" \(an? \w+\)", "", text)
-    text = re.sub(r"(this|in this) \w*(?:ForCausalLM|ForMaskedLM|ForConditionalGeneration|LMHeadModel|MTModel|Recurrent|Bridge)\b", r"\1 model", text)
+    text = re.sub(
+        r"(this|in this) \w*(?:ForCausalLM|ForMaskedLM|ForConditionalGeneration|LMHeadModel|MTModel|Recurrent|Bridge)\b",
+        r"\1 model",
+        text,
+    )
     return text.rstrip(".")
 
 

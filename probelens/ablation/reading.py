@@ -51,10 +51,15 @@ def unread_sites(
 def feeds_readout(model: HookedModel, site: str) -> bool:
     """Whether a site is the input of the linear readout, so that erasing there must damage the answer.
 
-    True after the final norm, and at the last block's output where no norm follows it.
+    True after the final norm, and at the last block's output where no norm follows it, unless more than a linear layer follows.
     """
     name, adapter = model.point(site).name, model.adapter
-    if name in ("ln_final.hook_out", "unembed.hook_in"):
+    if name == "unembed.hook_in":
+        return True
+    if adapter.nonlinear_head:
+        read_at = model.point(name).site
+        return read_at is not None and (read_at.path, read_at.side) == (adapter.parts.get("unembed"), "in")
+    if name == "ln_final.hook_out":
         return True
     last, parts = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post", adapter.parts
     bare = "ln_final" not in parts and "unembed" in parts

@@ -49,6 +49,7 @@ class Adapter:
     # Whether the options say all there is to know, so that the adapter takes modules it doesn't match.
     any_module: ClassVar[bool] = False
     differentiable: ClassVar[bool] = True
+    nonlinear_head: bool = False  # whether more than a linear layer reads the final norm, or the last block
     # What is known of its points: all, the axes but not the number of calls, or neither. The rest is tried.
     layout: Literal["known", "calls", "unknown"] = "known"
     tries_layout: ClassVar[bool] = True

@@ -11,6 +11,7 @@ import zoo
 from torch import Tensor, nn
 
 import probelens as pl
+from probelens.ablation.reading import feeds_readout
 
 ENCODERS = [*zoo.ENCODERS, *(name for name in zoo.CLASSIFIERS if name != "llama-classifier")]
 # Where a block keeps attention's output projection, the MLP's first and last layer.
@@ -181,3 +182,16 @@ def test_a_classifier_of_a_decoder_has_the_points_of_the_decoder() -> None:
     assert model.verify(x).ok
     assert model(x).shape == (2, 3)
     assert "blocks.1.attn.hook_pattern" in model.hook_dict
+
+
+@pytest.mark.parametrize(
+    ("name", "reads"),
+    [("bert", False), ("modernbert", False), ("modernbert-classifier", False), ("bert-tagger", True), ("vit", True)],
+)
+def test_only_a_linear_head_makes_the_end_of_the_blocks_what_the_answer_is_read_from(name: str, reads: bool) -> None:
+    model = pl.wrap(zoo.more(name))
+    end = "ln_final.hook_out" if "ln_final.hook_out" in model.hook_dict else ("resid_post", -1)
+    assert feeds_readout(model, model.point(end).name) is reads
+    if "unembed.hook_in" in model.hook_dict:
+        assert feeds_readout(model, "unembed.hook_in")
+    assert ("unembed.hook_in" in model.hook_dict) == (name in ("bert", "modernbert", "bert-tagger"))
