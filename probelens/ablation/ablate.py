@@ -12,18 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probelens.ablation.answers import Metric
 from probelens.ablation.comparing import Adjust, need_adjust
 from probelens.ablation.controls import CONTROLS, Control, Draws, label_asked, label_of, with_controls
 from probelens.ablation.given import Given, goes_with, names_given, strata_given
 from probelens.ablation.reading import feeds_readout, unread_sites
 from probelens.ablation.result import AblationResult
-from probelens.ablation.scoring import Metric, accuracy_chance, after, run, score
+from probelens.ablation.scoring import accuracy_chance, after, run, score
 from probelens.ablation.verdict import FLOOR, needed, verdict
 from probelens.errors import InputError, metric_name
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import by_point, need_wrapped
 from probelens.probing.directions import Definition
 from probelens.probing.refit import refit_check
+from probelens.probing.refit_values import refit_values
 from probelens.probing.result import ProbeResult
 from probelens.probing.splits import groups_of
 from probelens.running.collect import collect
@@ -31,6 +33,7 @@ from probelens.subspaces.directions import definition_of, spaces_of
 from probelens.subspaces.leace import Eraser
 from probelens.subspaces.oracle import OracleEraser, QuadraticEraser, bound
 from probelens.subspaces.subspace import Subspace
+from probelens.tasks.examples import spread_labels, spread_mask
 
 __all__ = ["ablate"]
 
@@ -68,13 +71,15 @@ def ablate(
 
     Args:
         model: The wrapped model; run in eval mode.
-        batch: Sequences that the subspaces were not fitted on. tokens (example, pos).
+        batch: Inputs of any kind that the subspaces were not fitted on. (example, ...)
         subspaces: Site, named in any way that ``resolve`` takes, to Subspace (projected out, its mean kept) or Eraser
             (one that needs labels gets those of ``batch``);
             or a ProbeResult, of which ``directions`` says what is taken.
-        metric: "accuracy" of the argmax of the logits against ``batch.labels[target]``,
-            "next_token_loss" (nats), or a function of logits (batch, pos, d_vocab) and, by keyword,
-            ``tokens``, ``mask`` and each label, returning (batch, pos).
+        metric: "accuracy" of the argmax of the logits against ``batch.labels[target]``, "next_token_loss" (nats), "r2" or
+            "mse" of numbers against it, "kl" from the unedited run's distribution (nats), or a function of the outputs,
+            logits (batch, pos, d_vocab) or (batch, ...), and, by keyword, ``tokens`` where there are any, ``mask`` and each
+            label, returning (batch, pos), or (batch,) where the model answers once for each example.
+            ``pl.metrics.with_references`` gives it tensors of its own, cut by example.
         refit: Fit probes on the ablated activations: linear, one at each position, and (``mlp``) a
             small MLP.
         controls: Draws of each random control; an effect takes at least 2. None for what p ≤ 0.05 takes: 20 at one site;
@@ -120,6 +125,9 @@ def ablate(
           ``n_needed`` says with how many they would.
         - "erased": a probe read it before and none does after; ``needed`` says whether the model needed it.
         - "not refitted": without ``refit`` it is unknown what is left.
+
+        Where ``label`` holds values, the refitted probes are ridge regressions, without an MLP, and the columns of their
+        accuracies hold R².
 
         And ``needed``, whether the model needs these directions:
 
@@ -171,10 +179,15 @@ def ablate(
         row.update(association=goes, given=", ".join(names_given(given, label)) or None)
         if refit:
             new = after(model, batch, acts, site, spaces[site], alpha, batch_size)
-            found, by_position = refit_check(
-                acts[site], new, batch.labels[label], batch.mask, groups_of(batch), mlp=mlp, margin=margin,
-                given=strata, seed=seed,
-            )  # fmt: skip
+            n = new.shape[1]
+            known = (acts[site], new, spread_labels(label, batch.labels[label], n), spread_mask(batch.mask, n))
+            if batch.labels[label].is_floating_point():
+                found, by_position = refit_values(*known, groups_of(batch), margin=margin, seed=seed)
+            else:
+                within = None if strata is None else spread_labels("given", strata, n)
+                found, by_position = refit_check(
+                    *known, groups_of(batch), mlp=mlp, margin=margin, given=within, seed=seed
+                )
             row.update(found)
             refits.append(by_position)
         row["verdict"] = verdict(

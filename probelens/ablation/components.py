@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from probelens.ablation.answers import Metric, reader
 from probelens.ablation.columns import SCORES, SITE
 from probelens.ablation.controls import label_of
 from probelens.ablation.result import Costs
-from probelens.ablation.scoring import Metric, Runs, accuracy_chance, per_sequence, reader, score, scored_positions
+from probelens.ablation.scoring import Runs, accuracy_chance, per_sequence, score, scored_positions
 from probelens.errors import InputError, metric_name
 from probelens.hooks.edits.edit import Edit
 from probelens.hooks.edits.heads import AtHeads
 from probelens.hooks.edits.values import Mean, Replace, Zero
+from probelens.hooks.inputs import mask_for_model
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped, resolve
 from probelens.hooks.points import HookPoint
@@ -30,8 +32,10 @@ from probelens.results.columns import Column
 from probelens.results.rows import Rows
 from probelens.results.sentences import count, listed
 from probelens.running.collect import collect
+from probelens.running.shapes import positions_at
 from probelens.running.sweep.conditions import Condition, Intervention
 from probelens.running.sweep.plan import sweep
+from probelens.tasks.examples import spread_mask
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -132,7 +136,7 @@ def ablate_component(
 
     Args:
         model, metric, batch_size, memory, progress: As for ``ablate``.
-        batch: Sequences to measure on. tokens (example, pos).
+        batch: Inputs of any kind to measure on. (example, ...)
         sites: Components: a shorthand such as "attn_out", "mlp_out", "mixer_out", names, globs, or a
             list. State points ("ssm_state", "blocks.*.rnn.hook_h") are set at every step.
         how: "zero"; "mean" over the examples of ``source`` at each position; "resample": what
@@ -168,13 +172,16 @@ def ablate_component(
     if draws < 1:
         raise InputError(f"draws must be at least 1, got {draws}")
     source = batch if source is None else source
-    if source.tokens.shape[1] != batch.tokens.shape[1]:
+    read = reader(model, batch, metric, known := _target(batch, metric, target))
+    if source.length != batch.length:
         raise InputError(
-            f"source has sequences of {source.tokens.shape[1]} tokens, batch of {batch.tokens.shape[1]}: means and "
+            f"source has sequences of {source.length} tokens, batch of {batch.length}: means and "
             "resamples are taken position by position, so both must have the same length"
         )
-    known = label_of(batch, target, "target") if metric == "accuracy" or target is not None else ""
     points = [_point(model, name) for name in names]
+    told = mask_for_model(model, batch.attention_mask, batch.inputs)
+    masks = {name: spread_mask(batch.mask, n) for name, n in positions_at(model, batch.examples, names, told).items()}
+    others = masks if source is batch else {name: spread_mask(source.mask, m.shape[1]) for name, m in masks.items()}
     acts: dict[str, Tensor] = {}
     if ways != ["zero"] or heads is not None:
         acts = collect(model, source, names, batch_size=batch_size).tensors
@@ -188,15 +195,17 @@ def ablate_component(
             rows.append(_about(group, way, model, draws if way == "resample" else 1))
             for i in range(rows[-1]["draws"]):
                 edits = [
-                    replacement(p, h, _value(way, acts.get(p.name), batch, source, donors, i), batch.mask)
+                    replacement(
+                        p, h, _value(way, acts.get(p.name), masks[p.name], others[p.name], donors, i), masks[p.name]
+                    )
                     for p, h in group
                 ]
                 conditions.append(Condition((len(rows), i), tuple(edits)))
     found = sweep(
-        model, batch.tokens, conditions, reader(batch, metric, known), batch_size=batch_size, memory=memory,
+        model, batch.inputs, conditions, read, batch_size=batch_size, memory=memory,
         attention_mask=batch.attention_mask, progress=progress, describe="components",
     )  # fmt: skip
-    scored = scored_positions(batch, metric)
+    scored = scored_positions(batch, metric, read.by_position)
     split = found.values.double().split([row["draws"] for row in rows])
     for row, values in zip(rows, split, strict=True):
         each = per_sequence(values, scored).mean(1)
@@ -248,15 +257,21 @@ def _heads(point: HookPoint, heads: Any, acts: Tensor | None) -> list[int | None
     return [h % n for h in wanted]
 
 
+def _target(batch: Any, metric: Metric, target: str | None) -> str:
+    """The label that the answer is compared with; "" where the metric needs none."""
+    needed = metric in ("accuracy", "mse", "r2")
+    return label_of(batch, target, "target") if needed or target is not None else ""
+
+
 def _value(
-    way: str, acts: Tensor | None, batch: Any, source: Any, donors: Sequence[Tensor], draw: int
+    way: str, acts: Tensor | None, mask: Tensor, others: Tensor, donors: Sequence[Tensor], draw: int
 ) -> Tensor | None:
     """What to put in: None for zeros, (1, pos, ...) for means, (example, pos, ...) for other examples'."""
     if way == "zero" or acts is None:
         return None
     if way == "resample":
         return acts[donors[draw]]
-    return position_means(acts, source.mask, batch.mask)
+    return position_means(acts, others, mask)
 
 
 def position_means(acts: Tensor, mask: Tensor, wanted: Tensor) -> Tensor:
@@ -285,7 +300,7 @@ def donor_rows(batch: Any, source: Any, seed: int) -> Tensor:
     """For each example, the index of another example of ``source`` that is not padded where this one isn't. (example,)"""
     gen = torch.Generator().manual_seed(seed)
     # Counts positions that the receiver has and the donor lacks.
-    lacking = batch.mask.float() @ (~source.mask).float().T
+    lacking = batch.mask.float().reshape(len(batch), -1) @ (~source.mask).float().reshape(len(source), -1).T
     fit = lacking == 0
     if source is batch:
         fit.fill_diagonal_(False)

@@ -23,6 +23,7 @@ from probelens.subspaces.matched import OVERLAP, orthogonal_pca, random, random_
 from probelens.subspaces.oracle import BoundEraser
 from probelens.subspaces.subspace import Subspace
 from probelens.tasks.data import Batch
+from probelens.tasks.examples import spread_labels, spread_mask
 
 Control = Literal["random", "random_matched", "pca", "orthogonal_pca"]
 CONTROLS: tuple[Control, ...] = ("random", "random_matched", "pca", "orthogonal_pca")
@@ -120,14 +121,16 @@ def with_controls(
         raise InputError(f"unknown control {unknown[0]!r}. Allowed: {', '.join(map(repr, CONTROLS))}")
     out: list[Removal] = []
     for name, space in spaces.items():
-        check_activations(model, name, acts[name], batch.mask)
-        real = acts[name][batch.mask]
+        x = acts[name]
+        mask = spread_mask(batch.mask, x.shape[1]) if x.ndim > 1 else batch.mask
+        check_activations(model, name, x, mask)
+        real = x[mask]
         if real.shape[-1] != space.d:
             raise ShapeError(
                 f"the subspace for {name!r} has width {space.d}, the activations there have {real.shape[-1]}"
             )
         mean, covariance = moments(real)
-        between = between_rows(real, batch.labels[label][batch.mask])
+        between = between_rows(real, spread_labels(label, batch.labels[label], x.shape[1])[mask])
         site = {"site": name, "layer": model.point(name).depth, "label": label}
         site["directions"] = named or space.label or "given"
         drawn, problem = _draw_controls(space, mean, covariance, kinds, draws, seed)

@@ -13,9 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from probelens.ablation.answers import Metric, reader
 from probelens.ablation.components import ComponentResult, donor_rows, position_means, replacement, result_of
 from probelens.ablation.controls import label_of
-from probelens.ablation.scoring import Metric, Runs, per_sequence, reader, scored_positions
+from probelens.ablation.scoring import Runs, per_sequence, scored_positions
 from probelens.errors import InputError, UnknownHookError
 from probelens.hooks.edits.values import Add
 from probelens.hooks.model import HookedModel
@@ -82,9 +83,14 @@ def ablate_convolution(
         raise InputError(
             f"how={how!r}, draws={draws}: how must be among {', '.join(map(repr, VARIANTS))}, and draws at least 1"
         )
+    if metric == "kl":
+        raise InputError(
+            "metric='kl' compares runs on the same weights, and convolutions are ablated by changing them. Give another metric"
+        )
     known = label_of(batch, target, "target") if metric == "accuracy" or target is not None else ""
     groups = _groups(model, layers)
-    scored, read = scored_positions(batch, metric), reader(batch, metric, known)
+    read = reader(model, batch, metric, known)
+    scored = scored_positions(batch, metric, read.by_position)
     shared: dict[str, Any] = {
         "batch_size": batch_size, "memory": memory, "attention_mask": batch.attention_mask,
         "progress": progress,
@@ -92,12 +98,12 @@ def ablate_convolution(
     rows: list[dict[str, Any]] = []
     values: list[Tensor] = []
     with model.backend("reference"):
-        clean = sweep(model, batch.tokens, (), read, **shared)
+        clean = sweep(model, batch.inputs, (), read, **shared)
         for way in ways:
             for group in groups:
                 kept, conditions = _plan(model, batch, way, group, draws, batch_size, seed)
                 with model.edit_weights(kept):
-                    run = sweep(model, batch.tokens, conditions, read, **shared)
+                    run = sweep(model, batch.inputs, conditions, read, **shared)
                 found = (run.values if conditions else run.base[None]).double()
                 each = per_sequence(found, scored).mean(1)
                 rows.append(

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from probelens.ablation.ablate import ablate
+from probelens.ablation.answers import Metric
 from probelens.ablation.columns import ABLATION
 from probelens.ablation.comparing import Adjust
 from probelens.ablation.controls import CONTROLS, Control, label_asked
 from probelens.ablation.result import Costs, carried
-from probelens.ablation.scoring import Metric
 from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import by_point, need_wrapped

@@ -17,15 +17,16 @@ import torch
 from torch import Tensor
 
 from probelens.ablation.ablate import MARGIN, ablate
+from probelens.ablation.answers import Metric
 from probelens.ablation.columns import ABLATION
 from probelens.ablation.controls import CONTROLS, Control, check_activations, label_of
 from probelens.ablation.given import Given, strata_given
 from probelens.ablation.result import AblationResult
-from probelens.ablation.scoring import Metric
 from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped, resolve
 from probelens.hooks.shorthand import LAYER_AXIS, Names
+from probelens.numerics.tensors import class_numbers
 from probelens.probing.refit import balanced, chance_margin, guess_accuracy
 from probelens.probing.splits import groups_of, real_tokens, split_by_group
 from probelens.results.columns import Column
@@ -36,6 +37,7 @@ from probelens.running.collect import collect
 from probelens.subspaces.inlp import Inlp, inlp
 from probelens.subspaces.leace import ConditionalLeaceFitter, LeaceFitter
 from probelens.subspaces.oracle import QuadraticFitter, oracle_of
+from probelens.tasks.examples import label_mask, spread_labels, spread_mask
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -240,17 +242,23 @@ def _streamed(
 ) -> dict[str, Any]:  # fmt: skip
     new = QuadraticFitter if method == "quadratic" else LeaceFitter if strata is None else ConditionalLeaceFitter
     fitters = {name: new() for name in names}
+    numbers = batch.labels[label]
+    # Erasers that know the label keep the ids of its classes.
+    if not numbers.is_floating_point() and method == "leace":
+        numbers, _ = class_numbers(numbers, label_mask(batch.mask, numbers))
     chunks = torch.arange(len(batch)).split(max(batch_size, 1))
     with progress_bar(len(chunks), f"fitting {method}", progress) as bar:
         for rows in chunks:
             part = batch[rows]
             acts = _activations(model, part, names, batch_size)
             for name, fitter in fitters.items():
+                n = acts[name].shape[1]
+                y, mask = spread_labels(label, numbers[rows], n), spread_mask(part.mask, n)
                 if isinstance(fitter, ConditionalLeaceFitter):
                     assert strata is not None
-                    fitter.update(acts[name], part.labels[label], strata[rows], part.mask)
+                    fitter.update(acts[name], y, spread_labels("given", strata[rows], n), mask)
                 else:
-                    fitter.update(acts[name], part.labels[label], part.mask)
+                    fitter.update(acts[name], y, mask)
             bar.update(1)
     return {name: _eraser(fitter, method) for name, fitter in fitters.items()}
 
@@ -264,15 +272,20 @@ def _inlp(
     max_rank: int | None, batch_size: int, seed: int, progress: bool,
 ) -> dict[str, Any]:  # fmt: skip
     acts = _activations(model, batch, names, batch_size)
-    labels = batch.labels[label]
-    kept = groups_of(batch)
-    groups = kept[:, None].expand(labels.shape)
-    mask = batch.mask if strata is None else balanced(labels, batch.mask, strata, seed)
-    # INLP splits in the same way, so this is what can be guessed on its test rows.
-    baseline = max(guess_accuracy(labels, mask, split_by_group(kept, seed=seed), strata))
+    kept, known = groups_of(batch), batch.labels[label]
+    if known.is_floating_point():
+        raise InputError(f"method='inlp' is for classes, and label {label!r} holds values. Give method='leace'")
+    known, _ = class_numbers(known, label_mask(batch.mask, known))
     out: dict[str, Any] = {}
     with progress_bar(len(names), "running INLP", progress) as bar:
         for name in names:
+            n = acts[name].shape[1]
+            labels, mask = spread_labels(label, known, n), spread_mask(batch.mask, n)
+            within = None if strata is None else spread_labels("given", strata, n)
+            mask = mask if within is None else balanced(labels, mask, within, seed)
+            groups = kept[:, None].expand(labels.shape)
+            # INLP splits in the same way, so this is what can be guessed on its test rows.
+            baseline = max(guess_accuracy(labels, mask, split_by_group(kept, seed=seed), within))
             out[name] = inlp(
                 acts[name], labels, groups, mask=mask, baseline=baseline, margin=margin, max_rank=max_rank,
                 seed=seed, label=f"inlp {label}",
@@ -284,12 +297,15 @@ def _inlp(
 def _activations(model: HookedModel, batch: Any, names: list[str], batch_size: int) -> dict[str, Tensor]:
     found = collect(model, batch, names, batch_size=batch_size).tensors
     for name, x in found.items():
-        check_activations(model, name, x, batch.mask)
+        check_activations(model, name, x, spread_mask(batch.mask, x.shape[1]) if x.ndim > 1 else batch.mask)
     return found
 
 
 def _require_disjoint(fit: Any, held: Any) -> None:
-    def texts(batch: Any) -> list[tuple[int, ...]]:
+    def texts(batch: Any) -> list[Any]:
+        if not batch.examples.plain:
+            parts = batch.examples.batched or {"": batch.examples.main}
+            return [b"".join(x[i].detach().cpu().numpy().tobytes() for x in parts.values()) for i in range(len(batch))]
         real = real_tokens(batch.tokens, batch.mask, batch.attention_mask)
         return [tuple(token for token in row if token >= 0) for row in real.tolist()]
 

@@ -11,6 +11,7 @@ from probelens.ablation.controls import label_of
 from probelens.errors import InputError
 from probelens.numerics.association import ASSOCIATED, association, strata_of
 from probelens.results.sentences import percent
+from probelens.tasks.examples import spread_labels, spread_mask
 
 Given = str | Sequence[str] | None
 
@@ -31,7 +32,7 @@ def strata_given(batch: Any, given: Given, label: str) -> Tensor | None:
     for name in names:
         if batch.labels[label_of(batch, name, "given")].is_floating_point():
             raise InputError(f"given={name!r} holds numbers, which have no strata. Give it in classes: bin it first.")
-    return strata_of([batch.labels[name] for name in names]) if names else None
+    return strata_of(_alike(*(batch.labels[name] for name in names))) if names else None
 
 
 def goes_with(batch: Any, label: str, target: str, seed: int = 0) -> float | None:
@@ -39,7 +40,15 @@ def goes_with(batch: Any, label: str, target: str, seed: int = 0) -> float | Non
     ours, theirs = batch.labels[label], batch.labels[target]
     if label == target or ours.is_floating_point() or theirs.is_floating_point():
         return None
-    return association(ours, theirs, batch.mask, seed=seed)
+    ours, theirs = _alike(ours, theirs)
+    mask = spread_mask(batch.mask, ours.shape[1]) if ours.ndim == 2 else batch.mask
+    return association(ours, theirs, mask.any(1) if mask.ndim > ours.ndim else mask, seed=seed)
+
+
+def _alike(*labels: Tensor) -> list[Tensor]:
+    """Labels of positions and of examples in one shape."""
+    wide = [one.shape[1] for one in labels if one.ndim == 2]
+    return [spread_labels("given", one, wide[0]) for one in labels] if wide else list(labels)
 
 
 def warning(row: Mapping[str, Any], label: str, target: str) -> str:

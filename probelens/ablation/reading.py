@@ -8,12 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probelens.ablation.answers import where
 from probelens.hooks.edits.values import Replace
+from probelens.hooks.inputs import mask_for_model
 from probelens.hooks.model import HookedModel
 from probelens.hooks.trials import agree
 from probelens.running.collect import Activations
+from probelens.running.shapes import output_shape
 from probelens.running.sweep.conditions import Condition, Intervention, Read
 from probelens.running.sweep.plan import sweep
+from probelens.tasks.examples import spread_mask
 
 TRIED_ON = 16  # sequences: that nothing reads a site is a matter of how the model is built, and shows on any
 
@@ -26,22 +30,28 @@ def unread_sites(
     Normal noise with the root mean square of each site's activations is added in some sequences; what is compared is one
     random projection of the logits at every position, which stays where all logits do.
     """
-    rows = batch.mask.any(1).nonzero().flatten()[:TRIED_ON].cpu()
+    rows = where(batch, False).nonzero().flatten()[:TRIED_ON].cpu()
     few, gen = batch[rows], torch.Generator().manual_seed(seed)
 
     def noisy(name: str) -> Condition:
         x = acts[name][rows]
-        real = x[few.mask.to(x.device)].double()
+        mask = spread_mask(few.mask, x.shape[1])
+        real = x[mask.to(x.device)].double()
         noise = torch.randn(x.shape, generator=gen) * float(real.square().mean().sqrt())
         moved = x + noise.to(x)
-        return Condition((name,), (Intervention(name, lambda some: Replace(few.mask[some], moved[some])),))
+        return Condition((name,), (Intervention(name, lambda some: Replace(mask[some], moved[some])),))
 
     def project(logits: Tensor) -> Tensor:
+        if logits.ndim == 1:
+            return logits.float()
         weights = torch.randn(logits.shape[-1], generator=torch.Generator().manual_seed(seed))
         return logits.float() @ weights.to(logits.device)
 
+    told = mask_for_model(model, few.attention_mask, few.inputs)
+    each = len(output_shape(model, few.examples, told)) == 3
+    read = Read(project, by_position=each)
     found = sweep(
-        model, few.tokens, [noisy(name) for name in names], Read(project), batch_size=batch_size, memory=memory,
+        model, few.inputs, [noisy(name) for name in names], read, batch_size=batch_size, memory=memory,
         attention_mask=few.attention_mask,
     )  # fmt: skip
     dtype = model.cfg.dtype

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from probelens.ablation.answers import Metric, reader, where
 from probelens.ablation.comparing import ROOM, Adjust, compare
 from probelens.ablation.controls import Removal
-from probelens.errors import InputError, MetricError, ShapeError, metric_name, metric_note, need_arguments, noted
+from probelens.errors import InputError, MetricError, metric_name
 from probelens.hooks.edits.edit import Edit, Positions
 from probelens.hooks.edits.removal import Erase, Project
+from probelens.hooks.inputs import mask_for_model
 from probelens.hooks.model import HookedModel
 from probelens.numerics.shares import exact_interval
 from probelens.numerics.stats import hierarchical_bootstrap
+from probelens.numerics.tensors import class_numbers
 from probelens.running.collect import Activations, collect
-from probelens.running.sweep.conditions import Condition, Intervention, Read
+from probelens.running.shapes import positions_at
+from probelens.running.sweep.conditions import Condition, Intervention
 from probelens.running.sweep.plan import sweep
 from probelens.subspaces.leace import Eraser
 from probelens.subspaces.oracle import BoundEraser
 from probelens.subspaces.subspace import Subspace
+from probelens.tasks.examples import spread_mask
 
-Metric = Literal["accuracy", "next_token_loss"] | Callable[..., Tensor]
 # The sign of clean − ablated where the ablation hurts; unknown for a metric of the caller's own.
-COST = {"accuracy": 1, "next_token_loss": -1}
+COST = {"accuracy": 1, "next_token_loss": -1, "mse": -1, "r2": 1, "kl": -1}
 NOTHING_SCORED = "no position is scored: the mask is False everywhere, or the sequences are too short"
 
 
@@ -45,38 +49,36 @@ def run(
     progress: bool = False, memory: int | None = None,
 ) -> Runs:  # fmt: skip
     """Run every ablation on every sequence."""
+    read = reader(model, batch, metric, target)
+    told = mask_for_model(model, batch.attention_mask, batch.inputs)
+    sites = list(dict.fromkeys(d.about["site"] for d in drawn))
+    masks = {site: spread_mask(batch.mask, n) for site, n in positions_at(model, batch.examples, sites, told).items()}
     conditions = [
         Condition(
             (d.about["site"], d.about["condition"], d.about["draw"]),
-            () if d.space is None or alpha == 0 else (_removing(d.about["site"], d.space, alpha, batch.mask),),
+            ()
+            if d.space is None or alpha == 0
+            else (_removing(d.about["site"], d.space, alpha, masks[d.about["site"]]),),
         )
         for d in drawn
     ]
     found = sweep(
-        model, batch.tokens, conditions, reader(batch, metric, target), batch_size=batch_size, memory=memory,
+        model, batch.inputs, conditions, read, batch_size=batch_size, memory=memory,
         attention_mask=batch.attention_mask, progress=progress, describe="ablations",
     )  # fmt: skip
-    return Runs(found.values, found.base, scored_positions(batch, metric), found.path)
+    return Runs(found.values, found.base, scored_positions(batch, metric, read.by_position), found.path)
 
 
-def scored_positions(batch: Any, metric: Metric) -> Tensor:
-    """Where the metric counts. (example, pos)"""
+def scored_positions(batch: Any, metric: Metric, by_position: bool = True) -> Tensor:
+    """Where the metric counts: (example, pos), or (example, 1) of a model that answers once for each example."""
+    if not by_position:
+        return where(batch, False)[:, None]
     scored: Tensor = batch.mask.clone()
     if metric == "next_token_loss":
         # A loss belongs to the position that predicts the token, so the next position must be real.
         scored[:, -1] = False
         scored[:, :-1] &= batch.mask[:, 1:]
     return scored
-
-
-def reader(batch: Any, metric: Metric, target: str) -> Read:
-    """What the sweep keeps of each run: the metric at each position."""
-    data = {"tokens": batch.tokens, "mask": batch.mask}
-    if metric == "accuracy":
-        data = {**data, "answer": batch.labels[target]}
-    elif callable(metric):
-        data = {**data, **batch.labels}
-    return Read(_metric(metric, target), None, data)
 
 
 def per_sequence(values: Tensor, scored: Tensor) -> Tensor:
@@ -134,18 +136,22 @@ def score(
 
 
 def accuracy_chance(batch: Any, target: str, metric: Metric, scored: Tensor | None = None) -> float | None:
-    """Best accuracy of a constant answer, averaged over sequences; None for other metrics.
+    """Best accuracy of a constant answer, averaged over sequences; 0 for R², of a constant value; None for other metrics.
 
     Each sequence weighs the same however many positions it has, as in the accuracy it is compared with.
     """
     if metric != "accuracy":
-        return None
+        return 0.0 if metric == "r2" else None
+    labels = batch.labels[target].cpu()
+    if labels.ndim == 1:
+        labels, scored = labels[:, None], where(batch, False)[:, None]
     scored = (batch.mask if scored is None else scored).cpu()
     if not bool(scored.any()):
         raise InputError(NOTHING_SCORED)
     rows, _ = scored.nonzero(as_tuple=True)
     # Counts are divided last, so that a single class is exactly 1.
-    pairs, counts = torch.stack([rows, batch.labels[target].cpu()[scored]]).unique(dim=1, return_counts=True)
+    numbers = class_numbers(labels[scored])[0]
+    pairs, counts = torch.stack([rows, numbers]).unique(dim=1, return_counts=True)
     by_class = torch.bincount(pairs[1], weights=counts.double() / scored.sum(1)[pairs[0]])
     return (by_class.max() / scored.any(1).sum()).item()
 
@@ -173,8 +179,9 @@ def after(
     if not model.point(name).step:
         return removal(space, alpha)(acts[name])
     parts = []
+    mask = spread_mask(batch.mask, acts[name].shape[1])
     for rows in torch.arange(len(batch)).split(batch_size):
-        with model.hooks([(name, removal(_of(space, rows), alpha, batch.mask[rows]))]):
+        with model.hooks([(name, removal(_of(space, rows), alpha, mask[rows]))]):
             parts.append(collect(model, batch[rows], [name], batch_size=batch_size)[name])
     return torch.cat(parts)
 
@@ -186,55 +193,3 @@ def _removing(name: str, space: Subspace | Eraser, alpha: float, mask: Tensor) -
 def _of(space: Subspace | Eraser, rows: Any) -> Subspace | Eraser:
     """What to remove from some examples of the batch."""
     return space.on(rows) if isinstance(space, BoundEraser) else space
-
-
-def _metric(metric: Metric, target: str) -> Callable[..., Tensor]:
-    if callable(metric):
-        given = metric
-
-        def custom(logits: Tensor, **data: Tensor) -> Tensor:
-            arguments = ", ".join(["logits", *(f"{k}={k}" for k in data)])
-            need_arguments(given, arguments, logits, **data)
-            with noted(lambda: metric_note(given, arguments)):
-                value = given(logits, **data)
-            if not isinstance(value, Tensor) or value.shape != logits.shape[:2]:
-                raise ShapeError(
-                    f"metric must return one value per position, {tuple(logits.shape[:2])}, got "
-                    f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__}"
-                )
-            return value.float()
-
-        return custom
-    if metric == "accuracy":
-
-        def accuracy(logits: Tensor, answer: Tensor, mask: Tensor, tokens: Tensor) -> Tensor:
-            high = int(answer[mask].max()) if bool(mask.any()) else 0
-            if high >= logits.shape[-1]:
-                raise MetricError(
-                    f"label {target!r} has class {high}, but the model has {logits.shape[-1]} logits. "
-                    'Give target= the label that the model answers with, or metric="next_token_loss".'
-                )
-            if bool(logits.isnan().any(-1)[mask].any()):
-                # The argmax of NaN is a class like any other.
-                raise MetricError(
-                    "the model's logits hold NaN, so there is no answer to score. Look for the first site with NaN in "
-                    'pl.collect(model, batch, "layers").'
-                )
-            return (logits.argmax(-1) == answer).float()
-
-        return accuracy
-    if metric == "next_token_loss":
-
-        def loss(logits: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
-            if int(tokens.max()) >= logits.shape[-1]:
-                raise MetricError(
-                    f"the tokens go up to {int(tokens.max())}, but the model has {logits.shape[-1]} logits, so it doesn't "
-                    'predict tokens. Give metric="accuracy", or a function.'
-                )
-            values = torch.nn.functional.cross_entropy(
-                logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
-            )
-            return torch.nn.functional.pad(values.reshape(len(tokens), -1), (0, 1))
-
-        return loss
-    raise InputError(f"metric {metric!r} is not known. Allowed: 'accuracy', 'next_token_loss', or a function")

@@ -412,7 +412,7 @@ class HookedModel(TransformerLensMethods):
         Another run's residual stream must restore that run's output. Nothing may be left on the module.
 
         Args:
-            inputs: Tokens, text or features; None for random tokens.
+            inputs: Tokens, text, features, or a mapping of the forward's own arguments; None for random tokens.
             names: Which points, as for ``run_with_cache``; None for all.
             tolerance: Largest relative change by an identity edit; None for 1e-5 (0.05 in half precision
                 and under autocast).

@@ -279,8 +279,11 @@ def _starts_at(model: Wrapped, layer: int, inputs: Any) -> bool:
                 return False
             # Another run in between, for models that keep something of the last one.
             model.run(model.prepare(_reversed_rows(x)))
-            call = model.prepare(resid, start=layer)
-            again = model.adapter.output(model.run(call, start=layer, resid=resid))
+            try:
+                call = model.prepare(resid, start=layer)
+                again = model.adapter.output(model.run(call, start=layer, resid=resid))
+            except Exception:  # what comes before the blocks, say, doesn't run on stand-ins for the inputs
+                return False
         return agree(again, full, model.cfg.dtype)
     raise Untried(why)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from probelens.numerics.modes import autocasting
 from probelens.results.columns import Column
 from probelens.results.progress import progress_bar
 from probelens.results.rows import Rows
+from probelens.tasks.examples import Examples
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -200,6 +202,8 @@ def _two_inputs(model: Wrapped, inputs: Any, seed: int) -> tuple[Any, Any]:
         if not vocab:
             raise InputError("this model takes no tokens, so verify() needs inputs: model.verify(tensor)")
         inputs = torch.randint(vocab, (2, 8), generator=generator)
+    if isinstance(inputs, Mapping):
+        return inputs, _other_arguments(Examples(inputs), vocab, generator)
     if isinstance(inputs, (str, list)) and model.tokenizer is not None and all(isinstance(t, str) for t in inputs):
         inputs = tokens_of(model.adapter, inputs)[0]
     if not isinstance(inputs, Tensor):
@@ -214,6 +218,25 @@ def _two_inputs(model: Wrapped, inputs: Any, seed: int) -> tuple[Any, Any]:
     inputs = inputs[None] if inputs.ndim == 1 else inputs
     shift = torch.randint(1, vocab, inputs.shape, generator=generator).to(inputs.device)
     return inputs, (inputs + shift) % vocab
+
+
+def _other_arguments(examples: Examples, vocab: int, generator: torch.Generator) -> dict[str, Any]:
+    """The same arguments with other tokens and other features; masks and numbers of each example stay."""
+
+    def other(name: str, tensor: Tensor) -> Tensor:
+        if tensor.ndim < 2 or tensor.dtype == torch.bool or name.endswith("mask"):
+            return tensor
+        if tensor.is_floating_point():
+            return torch.randn(tensor.shape, generator=generator).to(tensor)
+        if tensor is examples.main and vocab:
+            return (tensor + torch.randint(1, vocab, tensor.shape, generator=generator).to(tensor)) % vocab
+        # Ids of another kind, such as types of tokens: those of another example.
+        return tensor.flip(0) if tensor is examples.main else tensor
+
+    return {
+        name: other(name, examples.batched[name]) if name in examples.batched else value
+        for name, value in examples.inputs.items()
+    }
 
 
 def left_behind(module: nn.Module) -> list[str]:

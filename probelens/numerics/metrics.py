@@ -6,13 +6,17 @@ intervals can resample them.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
 
-from probelens.errors import MetricError, ShapeError
+from probelens.errors import InputError, MetricError, ShapeError
 from probelens.numerics.tensors import tensor_of
 
-__all__ = ["accuracy", "balanced_accuracy", "cross_entropy", "kl", "logit_diff", "recovered"]
+__all__ = [
+    "accuracy", "balanced_accuracy", "cross_entropy", "kl", "logit_diff", "mse", "r2", "recovered", "with_references",
+]  # fmt: skip
 
 
 def accuracy(logits: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -153,6 +157,95 @@ def logit_diff(logits: Tensor, answers: Tensor) -> Tensor:
     return found[:, 0] - found[:, 1]
 
 
+def mse(outputs: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Mean squared error over counted positions.
+
+    Args:
+        outputs: Numbers that the model gives. (example, ...)
+        values: The right ones. (example, ...)
+        mask: True where a position counts; default: everywhere. (example, ...)
+
+    Returns:
+        In the squared unit of the values; NaN for an example without a counted position. (example,)
+
+    Raises:
+        ShapeError: Tensors of different shapes.
+
+    Examples:
+        >>> mse(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]))
+        tensor([0., 4.])
+    """
+    outputs, values, keep = _numbers(outputs, values, mask)
+    return _per_example((outputs - values).square(), keep)
+
+
+def r2(outputs: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Share of the variance of the values that the outputs explain, over all examples.
+
+    Args:
+        Those of ``mse``.
+
+    Returns:
+        1 for exact outputs, 0 for the mean of the values, negative for worse. ()
+
+    Raises:
+        ShapeError: Tensors of different shapes.
+        MetricError: Values that are all equal, or none that counts.
+
+    Examples:
+        >>> r2(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.0, 6.0]))
+        tensor(0.3571)
+    """
+    outputs, values, keep = _numbers(outputs, values, mask)
+    truth, found = values[keep], outputs[keep]
+    spread = (truth - truth.mean()).square().sum() if truth.numel() else torch.zeros(())
+    if not bool(spread > 0):
+        raise MetricError("R² is undefined: the values that count are all equal, or there are none")
+    return 1 - (truth - found).square().sum() / spread
+
+
+class WithReferences:
+    """A metric, and tensors that belong to the examples, which reach it by keyword.
+
+    Args:
+        fn: The metric.
+        references: Tensors by keyword. (example, ...)
+    """
+
+    def __init__(self, fn: Callable[..., Tensor], references: Mapping[str, Tensor]) -> None:
+        self.fn, self.references = fn, dict(references)
+        self.__name__ = getattr(fn, "__name__", "custom")
+
+    def __call__(self, *args: Tensor, **data: Tensor) -> Tensor:
+        """What ``fn`` gives for one batch: a number for each example, or for each position."""
+        return self.fn(*args, **data)
+
+
+def with_references(fn: Callable[..., Tensor], **references: Tensor) -> WithReferences:
+    """A metric with tensors of its own for the examples, cut to each batch: a reference run, weights, other answers.
+
+    Args:
+        fn: The metric, as the primitive asks for it; it gets each reference by keyword.
+        references: One row for each example of the batch or the pairs. (example, ...)
+
+    Returns:
+        The metric, to be passed as ``metric=``.
+
+    Raises:
+        InputError: No references, or one that isn't a tensor.
+
+    Examples:
+        >>> metric = with_references(lambda logits, answers, reference: kl(logits, reference), reference=torch.zeros(4, 9))
+        >>> sorted(metric.references)
+        ['reference']
+    """
+    if not references or not all(isinstance(value, Tensor) for value in references.values()):
+        raise InputError(
+            "with_references needs tensors (example, ...) by keyword: with_references(fn, reference=logits)"
+        )
+    return WithReferences(fn, references)
+
+
 def recovered(patched: Tensor, clean: Tensor, corrupted: Tensor) -> Tensor:
     """Fraction of the clean-corrupted gap that a patch restores.
 
@@ -191,6 +284,17 @@ def recovered(patched: Tensor, clean: Tensor, corrupted: Tensor) -> Tensor:
             "or take the ratio of means over pairs (probelens.stats.ratio_of_means)."
         )
     return (patched - corrupted) / gap
+
+
+def _numbers(outputs: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    outputs, values = tensor_of("outputs", outputs), tensor_of("values", values)
+    keep = torch.ones(outputs.shape, dtype=torch.bool) if mask is None else tensor_of("mask", mask).bool()
+    if not outputs.ndim or not outputs.shape == values.shape == keep.shape:
+        raise ShapeError(
+            f"outputs, values and mask need one shape (example, ...), got {tuple(outputs.shape)}, {tuple(values.shape)} and "
+            f"{tuple(keep.shape)}"
+        )
+    return outputs.to(_real(outputs)), values.to(_real(outputs)), keep.to(outputs.device)
 
 
 def _check(logits: Tensor, labels: Tensor | None, mask: Tensor | None, labelled: bool = True) -> Tensor:

@@ -8,21 +8,20 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError, MetricError, metric_name
-from probelens.hooks.inputs import padding_mask
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped, resolve
 from probelens.hooks.points import HookPoint, has_positions
 from probelens.hooks.shorthand import Names
 from probelens.numerics.modes import differentiable
-from probelens.patching.metric import Metric, answered, need_numbers, read_metric
-from probelens.patching.pairs import Mode, Pos, check_pairs, check_positions, columns
+from probelens.patching.metric import Metric, need_numbers
+from probelens.patching.pairs import Mode, Pos, check_pairs, check_positions, columns, notes
+from probelens.patching.plan import Source
 from probelens.patching.result import PatchResult
+from probelens.patching.sides import Side, length_at, sides_of
 from probelens.results.progress import progress_bar
-from probelens.running.collect import collect
 from probelens.running.faster_forwards import faster_forwards
 from probelens.running.gradients import need_gradients
-from probelens.running.sweep.conditions import Read
-from probelens.running.sweep.plan import sweep
+from probelens.running.sweep.plan import plan
 
 __all__ = ["attribute"]
 
@@ -61,16 +60,19 @@ def attribute(
     check_pairs(pairs, mode)
     points = resolve(model, sites)
     names = [point.name for point in points]
-    where, labels = columns(pos, pairs.clean.shape[1], len(pairs))
-    check_positions(model, names, where)
-    into, source = (pairs.corrupted, pairs.clean) if mode == "denoise" else (pairs.clean, pairs.corrupted)
-    mask = padding_mask(pairs.mask, model, pairs.clean)
-    fn = read_metric(metric)
-    read = Read(fn, pairs.read_pos[:, None].long(), {"answers": pairs.answers})
-    values = collect(model, source, names, batch_size=batch_size, attention_mask=mask).tensors
+    sides = sides_of(model, pairs, metric, batch_size)
+    into, source = (sides.corrupted, sides.clean) if mode == "denoise" else (sides.clean, sides.corrupted)
+    where, labels = columns(pos, length_at(model, into, names, pairs, pos is not None), len(pairs), pairs)
+    if any(target is not None and not torch.equal(target, of) for target, of in where if of is not None):
+        raise InputError(
+            "attribute() estimates patches of the same position on both sides. Give one position for each pair, or use patch()"
+        )
+    column = [sides.each(target) for target, _ in where]
+    check_positions(model, names, column)
+    values = Source(model, source.examples, names, source.told, source.always)
     parts: list[Tensor] = []
     base: list[Tensor] = []
-    chunks = torch.arange(len(pairs)).split(batch_size)
+    chunks = torch.arange(len(into.examples)).split(batch_size)
     with (
         model.evaluating(),
         differentiable(),
@@ -78,31 +80,48 @@ def attribute(
         progress_bar(len(chunks), "backward passes", progress) as bar,
     ):
         for rows in chunks:
-            found, value = first_order(
-                model, into[rows], None if mask is None else mask[rows], names, values, rows, read
-            )
-            cells = [
-                torch.stack([x.sum(1) if c is None else x[torch.arange(len(rows)), c[rows]] for c in where])
-                for x in found
-            ]
+            with torch.no_grad():
+                given = values.collected(rows)
+            found, value = first_order(model, into, names, given, rows)
+            cells = [torch.stack([_at(x, None if c is None else c[rows]) for c in column]) for x in found]
             parts.append(torch.stack(cells) + value[:, 0])
             base.append(value)
             bar.update(1)
-    own = torch.cat(base)
-    other = sweep(model, source, (), read, batch_size=batch_size, attention_mask=mask).base
+    # What is read of several answers of one pair is joined as in patch().
+    likely = metric == "prob_diff"
+    if likely and sides.runs > 1:
+        raise InputError("attribute() estimates the log-probability of answers of several tokens: metric='logit_diff'")
+    own, changed = sides.joined(torch.cat(base), likely), torch.cat(parts, dim=-1)
+    if sides.runs > 1:
+        changed = changed[..., : sides.n] - changed[..., sides.n :]
+    other = sides.joined(
+        plan(
+            model, source.examples, (), source.read, batch_size=batch_size, attention_mask=source.told, always=source.always
+        ).run().base,
+        likely,
+    )  # fmt: skip
     clean, corrupted = (other, own) if mode == "denoise" else (own, other)
+    tokens = pairs.sides[0].tokens
     need_numbers(metric, clean[:, 0], corrupted[:, 0])
     return PatchResult(
-        torch.cat(parts, dim=-1), clean[:, 0], corrupted[:, 0], answered(clean, corrupted), names,
+        changed, clean[:, 0], corrupted[:, 0], sides.answered_by(clean, corrupted), names,
         [point.depth for point in points], labels, mode,
         metric_name(metric),
-        "attribution", "full", pairs.clean.cpu(),
+        "attribution", "full", None if tokens is None else tokens.cpu(), False, notes(pairs, sides.answered),
     )  # fmt: skip
 
 
+def _at(effect: Tensor, column: Tensor | None) -> Tensor:
+    """An effect (example, pos) at one position of each example, at a span (example, pos) of them, or at all. (example,)"""
+    if column is None:
+        return effect.sum(1)
+    if column.ndim == 2:
+        return effect.where(column[:, : effect.shape[1]], 0.0).sum(1)
+    return effect[torch.arange(len(effect)), column]
+
+
 def first_order(
-    model: HookedModel, tokens: Tensor, mask: Tensor | None, names: list[str], values: dict[str, Tensor],
-    rows: Tensor, read: Read,
+    model: HookedModel, side: Side, names: list[str], values: dict[str, Tensor], rows: Tensor
 ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
     """Gradient times difference at each site, summed over features: (example, pos) each; and what is read."""
     held: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in names}
@@ -115,10 +134,14 @@ def first_order(
         held[hook.name].append((hook.pos or 0, tensor))
         return tensor
 
-    logits = model.run_with_hooks(tokens, [(name, keep) for name in names], attention_mask=mask)
-    where = read.pos[rows].to(logits.device)  # type: ignore[index]
-    picked = logits.gather(1, where[..., None].expand(-1, -1, logits.shape[-1]))
-    value = read.value(picked, rows)
+    always, read = [(one.name, one.edit_for(rows)) for one in side.always], side.read
+    mask = None if side.told is None else side.told[rows]
+    hooks = [*always, *((name, keep) for name in names)]
+    outputs = model.run_with_hooks(side.examples.rows(rows), hooks, attention_mask=mask)
+    if read.pos is not None:
+        where = read.pos[rows].to(outputs.device)
+        outputs = outputs.gather(1, where[..., None].expand(-1, -1, outputs.shape[-1]))
+    value = read.value(outputs, rows)
     if not value.requires_grad:
         raise MetricError(
             "attribute() needs the gradient of the metric, which has none. Compute it from logits, or use patch()."
@@ -142,7 +165,7 @@ def first_order(
                 "there, or take another point"
             )
         for (i, tensor), grad in zip(held[name], of_point, strict=True):
-            new = values[name][rows][:, i] if point.step else values[name][rows]
+            new = values[name][:, i] if point.step else values[name]
             new, old = new.to(tensor.device), tensor.detach()
             # Equal infinities, as of masked scores, don't differ by NaN.
             change = torch.where(new == old, 0, new - old)

@@ -105,11 +105,11 @@ class Swaps:
 
     def _enter(self) -> Tensor | None:
         """The base run's residual stream where swapped runs begin; None where it is too large to be kept."""
-        if self.runs.work.sizes.resid * len(self.runs.work.tokens) > _HELD:
+        if self.runs.work.sizes.resid * len(self.runs.work.examples) > _HELD:
             return None
         with torch.no_grad():
             parts = []
-            for rows in torch.arange(len(self.runs.work.tokens)).split(64):
+            for rows in torch.arange(len(self.runs.work.examples)).split(64):
                 tokens, arguments = self.runs.inputs(rows)
                 parts.append(self.model(tokens, stop_at_layer=self.start, **arguments))
         return torch.cat(parts)

@@ -23,7 +23,7 @@ from probelens.numerics.tensors import whole_number
 from probelens.patching.interchange_parts import CONTROLS, Given, Swapped, parts_at
 from probelens.patching.interchange_result import InterchangeResult
 from probelens.patching.interchange_rows import groups_of_pairs, interchange_rows
-from probelens.patching.pairs import check_pairs, check_positions, columns
+from probelens.patching.pairs import check_pairs, check_positions, shared_columns
 from probelens.patching.plan import Source
 from probelens.results.sentences import count
 from probelens.running.sweep.conditions import Condition, Read
@@ -134,7 +134,7 @@ def interchange_plan(
         raise InputError(f"control {unknown[0]!r} is not known. Allowed: {', '.join(map(repr, CONTROLS))}")
     given = _given(model, subspaces, sites, directions, label, rank)
     names = list(given.spaces)
-    where, labels = columns(pos, pairs.clean.shape[1], len(pairs))
+    where, labels = shared_columns(pos, pairs.clean.shape[1], len(pairs))
     check_positions(model, names, where)
     grouped = groups_of_pairs(pairs, groups)
     parts: list[tuple[Swapped, Tensor | None]] = []
@@ -160,7 +160,7 @@ def interchange_plan(
         check_pairs(same_pairs, "denoise")
         if isinstance(pos, Tensor):
             raise InputError("same_pairs= takes pos as None, 'each', an int, a slice or a list")
-        again, texts = columns(pos, same_pairs.clean.shape[1], len(same_pairs))
+        again, texts = shared_columns(pos, same_pairs.clean.shape[1], len(same_pairs))
         if texts != labels:
             raise InputError(
                 f"pos={pos!r} means {count(len(labels), 'position')} of the pairs and {count(len(texts), 'position')} of "

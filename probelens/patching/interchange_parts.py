@@ -63,7 +63,7 @@ class Swapped:
         name, noise = self.about["site"], self.noise
         if noise is None:
             return values.put_in(name, column, self.edit)
-        length = values.tokens.shape[1]
+        length = values.examples.main.shape[1]
         steps = sorted(set(column.tolist())) if column is not None and model.point(name).step else None
 
         def edit_for(rows: Tensor) -> HookFn:

@@ -11,7 +11,7 @@ from typing import Any
 from probelens.hooks.model import HookedModel
 from probelens.hooks.shorthand import Names
 from probelens.patching.metric import Metric
-from probelens.patching.pairs import Mode, Pos
+from probelens.patching.pairs import Heads, Mode, Pos
 from probelens.patching.plan import patch_plan
 from probelens.patching.result import PatchResult
 
@@ -26,6 +26,7 @@ def patch(
     mode: Mode = "denoise",
     metric: Metric = "logit_diff",
     *,
+    heads: Heads = None,
     joint: bool = False,
     batch_size: int = 64,
     memory: int | None = None,
@@ -35,15 +36,20 @@ def patch(
 
     Args:
         model: The wrapped model; run in eval mode.
-        pairs: PatchPairs: clean and corrupted tokens (example, pos), where to read, the answers.
+        pairs: PatchPairs: clean and corrupted inputs (example, ...), where to read, the answers.
         sites: Where: a shorthand such as "resid_pre", "layers", names, globs, or a list.
-        pos: "each" for every position by itself; None for all positions at once; an int; a slice or
-            list for each of these; or a tensor (example,) with a position for each example. At a
+        pos: "each" for every position by itself; "last" for the last real one of each side; None for all positions at once;
+            an int; a slice or list for each of these; or a tensor with a position for each example (example,), or for each
+            side (example, 2) = [clean, corrupted]. Positions are those of the activations. At a
             pattern (``attn.hook_pattern``, ``hook_attn_scores``) it is the position of the query.
         mode: "denoise" puts clean activations into the corrupted run, "noise" the mirror.
-        metric: "logit_diff" (clean minus corrupted answer), "prob_diff", or a function of the
-            logits at the read position (batch, d_vocab) and the answers (batch, 2).
-        joint: Patch all sites together in one run instead of each by itself.
+        metric: "logit_diff" (clean minus corrupted answer; of sets of tokens by the probability of any, of several tokens
+            by their summed log-probability), "prob_diff", "kl" from the clean run's distribution, "value" (the number that
+            a regression gives) or "mse" (from the clean answer, a number); or a function of the outputs, which are the
+            logits at the read position (batch, d_vocab), and of the answers where there are any (batch, 2).
+            ``pl.metrics.with_references`` gives it tensors of its own, cut by pair.
+        heads: Patch these heads of each site, one at a time: an index, several, or "each".
+        joint: Patch all sites (and heads) together in one run instead of each by itself.
         batch_size: Pairs in one forward pass, at most.
         memory: Bytes that may be held at once, for a sweep that would need too much; None for the usual
             limits. Values stay the same up to rounding. ``patch_plan`` says what is held.
@@ -53,7 +59,8 @@ def patch(
         ``values`` (site, pos, example), and ``recovery()`` (site, pos).
 
     Raises:
-        InputError: An unknown mode, metric or position, a point without positions and ``pos`` other than None,
+        InputError: A metric that the model's outputs or the answers don't fit, an unknown mode or position, heads at a
+            site without them, a point without positions and ``pos`` other than None,
             an answer outside the vocabulary, or a memory budget that one pair at one patch exceeds.
         UnknownHookError: A site that the model doesn't have.
         MetricError: A metric that is NaN for every pair, or doesn't take its arguments.
@@ -62,6 +69,7 @@ def patch(
         Denoising ρ = (LD_patch − LD_corr)/(LD_clean − LD_corr): Heimersheim and Nanda 2024,
         arXiv 2404.15255; Zhang and Nanda 2024, arXiv 2309.16042.
     """
-    return patch_plan(model, pairs, sites, pos, mode, metric, joint=joint, batch_size=batch_size, memory=memory).run(
-        progress
+    planned = patch_plan(
+        model, pairs, sites, pos, mode, metric, heads=heads, joint=joint, batch_size=batch_size, memory=memory
     )
+    return planned.run(progress)

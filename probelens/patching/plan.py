@@ -7,29 +7,32 @@ second run, which is made batch by batch during the sweep, so that only one batc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from probelens.errors import metric_name
+from probelens.errors import InputError, metric_name
 from probelens.hooks.edits.edit import Edit
+from probelens.hooks.edits.heads import HEAD_AXES, AtHeads
 from probelens.hooks.edits.values import Replace
-from probelens.hooks.inputs import padding_mask
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped, resolve
 from probelens.hooks.passes.at import at
 from probelens.hooks.points import HookFn, has_positions
 from probelens.hooks.shorthand import Names
-from probelens.patching.metric import Metric, answered, need_numbers, read_metric
-from probelens.patching.pairs import Mode, Pos, check_pairs, check_positions, columns, marks
+from probelens.patching.metric import Metric, need_numbers
+from probelens.patching.pairs import Heads, Mode, Pos, check_pairs, check_positions, columns, notes
 from probelens.patching.result import PatchResult
+from probelens.patching.sides import Side, Sides, length_at, sides_of
 from probelens.results.sentences import count
 from probelens.running.collect import collect, stops_at
-from probelens.running.sweep.conditions import Condition, Intervention, Read
+from probelens.running.shapes import site_shapes
+from probelens.running.sweep.conditions import Condition, Intervention
 from probelens.running.sweep.plan import SweepPlan, plan
+from probelens.tasks.examples import Examples
 
 __all__ = ["PatchPlan", "patch_plan"]
 
@@ -52,6 +55,7 @@ class PatchPlan:
         mode: "denoise" or "noise".
         metric: Name of the metric.
         joint: Whether all sites are patched together in one run.
+        heads: Head of each row; None for all.
     """
 
     sweep: SweepPlan
@@ -63,8 +67,10 @@ class PatchPlan:
     mode: str
     metric: str
     joint: bool
+    heads: list[int | None]
     _layers: list[int]
     _pairs: Any
+    _sides: Sides
     _values: Source
 
     @property
@@ -137,12 +143,16 @@ class PatchPlan:
         finally:
             self._values.forget()
         other = self.source.run()
-        clean, corrupted = (other.base, run.base) if self.mode == "denoise" else (run.base, other.base)
+        sides, probabilities = self._sides, self.metric == "prob_diff"
+        into, source, patched = (sides.joined(x, probabilities) for x in (run.base, other.base, run.values))
+        clean, corrupted = (source, into) if self.mode == "denoise" else (into, source)
         need_numbers(self.metric, clean[:, 0], corrupted[:, 0])
+        tokens = self._pairs.sides[0].tokens
         return PatchResult(
-            run.values[..., 0].reshape(len(self.sites), len(self.positions), -1), clean[:, 0], corrupted[:, 0],
-            answered(clean, corrupted), self.sites, self._layers, self.positions, self.mode, self.metric, "patch",
-            run.path, self._pairs.clean.cpu(), self.joint, {"marks": marks(self._pairs)},
+            patched[..., 0].reshape(len(self.sites), len(self.positions), -1), clean[:, 0], corrupted[:, 0],
+            sides.answered_by(clean, corrupted), self.sites, self._layers, self.positions, self.mode, self.metric, "patch",
+            run.path, None if tokens is None else tokens.cpu(), self.joint, notes(self._pairs, sides.answered),
+            self.heads if any(head is not None for head in self.heads) else [],
         )  # fmt: skip
 
 
@@ -154,6 +164,7 @@ def patch_plan(
     mode: Mode = "denoise",
     metric: Metric = "logit_diff",
     *,
+    heads: Heads = None,
     joint: bool = False,
     batch_size: int = 64,
     memory: int | None = None,
@@ -176,62 +187,109 @@ def patch_plan(
     need_wrapped(model)
     check_pairs(pairs, mode)
     names = [point.name for point in resolve(model, sites)]
-    where, labels = columns(pos, pairs.clean.shape[1], len(pairs))
-    check_positions(model, names, where)
-    into, source = (pairs.corrupted, pairs.clean) if mode == "denoise" else (pairs.clean, pairs.corrupted)
-    mask = padding_mask(pairs.mask, model, pairs.clean)
-    read = Read(read_metric(metric), pairs.read_pos[:, None].long(), {"answers": pairs.answers})
-    values = Source(model, source, names, mask)
-    groups = [names] if joint else [[name] for name in names]
+    sides = sides_of(model, pairs, metric, batch_size)
+    into, source = (sides.corrupted, sides.clean) if mode == "denoise" else (sides.clean, sides.corrupted)
+    length = length_at(model, into, names, pairs, pos is not None)
+    where, labels = columns(pos, length, len(pairs), pairs)
+    check_positions(model, names, [target for target, _ in where])
+    if mode == "noise":
+        where = [(other, target) for target, other in where]
+    values = Source(model, source.examples, names, source.told, source.always)
+    parts = [(name, head) for name in names for head in heads_of(model, into, name, heads)]
+    groups = [parts] if joint else [[part] for part in parts]
     conditions = [
-        Condition((i, j), tuple(values.put_in(name, column) for name in group))
+        Condition(
+            (i, j), tuple(values.put_in(name, sides.each(to), head=head, taken=sides.each(of)) for name, head in group)
+        )
         for i, group in enumerate(groups)
-        for j, column in enumerate(where)
+        for j, (to, of) in enumerate(where)
     ]
-    shared: dict[str, Any] = {"attention_mask": mask, "memory": memory}
-    planned = plan(model, into, conditions, read, batch_size=batch_size, source_bytes=values.size, **shared)
-    n, stop = model.cfg.n_layers, stops_at(model, names)
+    planned = plan(
+        model, into.examples, conditions, into.read, batch_size=batch_size, source_bytes=values.size, always=into.always,
+        attention_mask=into.told, memory=memory,
+    )  # fmt: skip
+    n, stop, size = model.cfg.n_layers, stops_at(model, names), len(source.examples) * planned.positions
     return PatchPlan(
         planned,
-        plan(model, source, (), read, batch_size=planned.batch_size, **shared),
-        (n if stop is None else stop) * source.numel(),
-        source.numel() if stop is None else 0,
-        [" + ".join(group) for group in groups],
+        plan(
+            model, source.examples, (), source.read, batch_size=planned.batch_size, always=source.always,
+            attention_mask=source.told, memory=memory,
+        ),
+        (n if stop is None else stop) * size,
+        size if stop is None else 0,
+        [" + ".join(dict.fromkeys(name for name, _ in group)) for group in groups],
         labels,
         mode,
         metric_name(metric),
         joint,
-        [model.point(group[0]).depth for group in groups],
+        [group[0][1] if len(group) == 1 else None for group in groups],
+        [model.point(group[0][0]).depth for group in groups],
         pairs,
+        sides,
         values,
-    )
+    )  # fmt: skip
+
+
+def heads_of(model: HookedModel, side: Side, name: str, heads: Heads) -> list[int | None]:
+    """The heads of a point that are patched one at a time; None for all at once."""
+    if heads is None:
+        return [None]
+    axes = model.point(name).axes
+    axis = next((i for i, one in enumerate(axes) if one in HEAD_AXES), None)
+    if axis is None:
+        raise InputError(f"{name!r} has no heads: its axes are {axes}. Leave heads out, or take attn.hook_z")
+    n = site_shapes(model, side.examples, [name], side.told)[name][axis]
+    wanted = list(range(n)) if isinstance(heads, str) else [heads] if isinstance(heads, int) else list(heads)
+    if (isinstance(heads, str) and heads != "each") or not wanted or not all(-n <= h < n for h in wanted):
+        raise InputError(f"heads={heads!r}: {name!r} has {n} heads. Give indices from 0 to {n - 1}, or 'each'.")
+    return [h % n for h in wanted]
 
 
 class Source:
-    """Activations of one run at several sites, for the batch that was asked for last. Tokens and mask (example, pos)."""
+    """Activations of one run at several sites, for the batch that was asked for last. Inputs and mask (example, ...)."""
 
-    def __init__(self, model: HookedModel, tokens: Tensor, names: list[str], mask: Tensor | None) -> None:
-        self.model, self.tokens, self.names, self.mask = model, tokens, names, mask
+    def __init__(
+        self,
+        model: HookedModel,
+        inputs: Any,
+        names: list[str],
+        mask: Tensor | None,
+        always: Sequence[Intervention] = (),
+    ) -> None:
+        self.model, self.examples, self.names, self.mask = model, Examples.of(inputs), names, mask
+        self.always = always
         self.whole: dict[str, Tensor] = {}
         self.forget()
 
     def put_in(
-        self, name: str, column: Tensor | None, edit: Callable[[Tensor | None, Tensor], Edit] = Replace
-    ) -> Intervention:
-        """Put them in at a point: ``column`` is the position of each example on its axis; None for all. (example,)"""
+        self, name: str, column: Tensor | None, edit: Callable[[Tensor | None, Tensor], Edit] = Replace, *,
+        head: int | None = None, taken: Tensor | None = None,
+    ) -> Intervention:  # fmt: skip
+        """Put them in at a point: ``column`` is the position of each example on its axis; None for all. (example,)
+
+        A span (example, pos) is True where they are put in. ``taken`` is the position from which they come, where that is another; ``head`` the only head that is put in.
+        """
+        point = self.model.point(name)
         # At a state point other steps then run without a stop at each.
-        steps = sorted(set(column.tolist())) if column is not None and self.model.point(name).step else None
+        span = column is not None and column.ndim == 2
+        every = column.any(0).nonzero() if span and column is not None else column
+        steps = sorted(set(every.flatten().tolist())) if every is not None and point.step else None
 
         def edit_for(rows: Tensor) -> HookFn:
-            made = edit(None if column is None else column[rows], self._rows(name, rows))
+            values = self._rows(name, rows)
+            if column is not None and taken is not None and not torch.equal(column, taken):
+                values = _moved(values, taken[rows], column[rows], point.pos_axis)
+            made = edit(None if column is None else column[rows], values)
+            made = made if head is None else AtHeads(None, made, (head,))
             return made if steps is None else at(steps, made)
 
-        return Intervention(name, edit_for, column)
+        first = column.long().argmax(1) if span and column is not None else column
+        return Intervention(name, edit_for, first)
 
     def hold(self, most: int) -> None:
         """Collect all examples at once, for runs that ask for each often, where that takes at most so many bytes."""
-        if self.size() * len(self.tokens) <= most:
-            self.whole = self._collect(torch.arange(len(self.tokens)), 64)
+        if self.size() * len(self.examples) <= most:
+            self.whole = self.collected(torch.arange(len(self.examples)), 64)
 
     def forget(self) -> None:
         """Free the activations of the batch."""
@@ -240,13 +298,18 @@ class Source:
 
     def size(self) -> int:
         """Bytes of an example at all points."""
-        length, width = self.tokens.shape[1], self.model.cfg.d_model
+        if not self.examples.plain:
+            # The caller's hooks aren't called to find out sizes.
+            shapes = {} if self.model.has_hooks() else site_shapes(self.model, self.examples, self.names, self.mask)
+            return sum(math.prod(shape[1:]) for shape in shapes.values()) * self.model.cfg.dtype.itemsize
+        tokens = self.examples.main
+        length, width = tokens.shape[1], self.model.cfg.d_model
         points = [self.model.point(name) for name in self.names]
         inside = [p.name for p in points if p.axes != ("batch", "pos", "d_model")]
         found = {p.name: length * width for p in points}
         # The caller's hooks aren't called to find out sizes.
         if inside and not self.model.has_hooks():
-            short = self.tokens[:1, :2]
+            short = tokens[:1, :2]
             mask = None if self.mask is None else torch.ones_like(short)
             acts = collect(self.model, short, inside, attention_mask=mask).tensors
             for name, x in acts.items():
@@ -256,15 +319,29 @@ class Source:
                 found[name] = math.ceil(x.numel() * (length / short.shape[1]) ** times)
         return sum(found.values()) * self.model.cfg.dtype.itemsize
 
+    def collected(self, rows: Tensor, batch_size: int | None = None) -> dict[str, Tensor]:
+        """The activations of some examples at all points. each (batch, ...)"""
+        if self.always:
+            # Their rows are those of one batch.
+            batch_size = None
+        with self.model.hooks([(one.name, one.edit_for(rows)) for one in self.always]):
+            return collect(
+                self.model, self.examples.rows(rows), self.names, batch_size=batch_size or len(rows),
+                attention_mask=None if self.mask is None else self.mask[rows],
+            ).tensors  # fmt: skip
+
     def _rows(self, name: str, rows: Tensor) -> Tensor:
         if self.whole:
             return self.whole[name][rows]
         if self.rows is None or not torch.equal(self.rows, rows):
             self.forget()
-            self.held = self._collect(rows, len(rows))
+            self.held = self.collected(rows)
             self.rows = rows
         return self.held[name]
 
-    def _collect(self, rows: Tensor, batch_size: int) -> dict[str, Tensor]:
-        mask = None if self.mask is None else self.mask[rows]
-        return collect(self.model, self.tokens[rows], self.names, batch_size=batch_size, attention_mask=mask).tensors
+
+def _moved(values: Tensor, taken: Tensor, column: Tensor, axis: int) -> Tensor:
+    """Values with what stands at one position of each example put at another, on the axis of positions."""
+    out, rows = values.clone().movedim(axis, 1), torch.arange(len(values))
+    out[rows, column] = values.movedim(axis, 1)[rows, taken]
+    return out.movedim(1, axis)

@@ -52,12 +52,14 @@ class PatchResult(Result):
         tokens: The clean tokens, for labels. (example, length)
         joint: Whether all sites were patched together in one run.
         extra: What the caller wants to keep with the result; saved and loaded with it. "marks" are shown
-            by ``plot``.
+            by ``plot``, and "unanswered" says that the pairs have no right answers.
+        heads: Head of each row; empty where whole activations were patched.
     """
 
     columns = (
         Column("site", str, "Hook point."),
         Column("layer", int, "Place on the layer axis; −1 is the embedding."),
+        Column("head", int | None, "The head that was patched, or None for all."),
         Column("pos", str, 'Position patched, as text: "7", "all", "per example".'),
         Column("recovery", float, "Share of the clean−corrupted gap that the patch moves; not clipped.", GAP),
         Column("lo", float, "Lower end of its 95 % interval, over pairs; NaN for a single pair.", GAP),
@@ -82,6 +84,7 @@ class PatchResult(Result):
     tokens: Tensor | None = None
     joint: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
+    heads: list[int | None] = field(default_factory=list)
 
     def kept(self, correct_only: bool = True) -> Tensor:
         """Which examples count.
@@ -181,7 +184,7 @@ class PatchResult(Result):
         """
         from scipy.stats import pearsonr, spearmanr
 
-        for name in ("sites", "positions", "mode", "metric"):
+        for name in ("sites", "heads", "positions", "mode", "metric"):
             here, there = getattr(self, name), getattr(other, name)
             if here != there:
                 raise InputError(f"the results have different {name}: {here} here, {there} in the other")
@@ -220,7 +223,7 @@ class PatchResult(Result):
         return table(
             [
                 {
-                    "site": site, "layer": self.layers[i], "pos": pos, "recovery": recovery[i, j].item(),
+                    "site": site, "layer": self.layers[i], "head": self._head(i), "pos": pos, "recovery": recovery[i, j].item(),
                     "lo": lo[i, j].item(), "hi": hi[i, j].item(), "n": n,
                     "mode": self.mode, "metric": self.metric, "kind": self.kind,
                 }
@@ -230,6 +233,9 @@ class PatchResult(Result):
             self.columns,
         )  # fmt: skip
 
+    def _head(self, row: int) -> int | None:
+        return self.heads[row] if self.heads else None
+
     def findings(self) -> list[str]:
         """The cell of the largest recovery, and the layers and positions where much comes back."""
         n, counted = len(self.correct), int(self.correct.sum())
@@ -238,7 +244,8 @@ class PatchResult(Result):
         some = ("" if n == 1 else "all ") if counted == n else "not " if n == 1 else f"{counted} of them "
         lines = [
             f"{self.kind} of {self.metric} ({self.mode}) at {where} × {count(len(self.positions), 'position')}, on "
-            f"{count(n, 'pair')}, {some}answered correctly by both runs."
+            f"{count(n, 'pair')}"
+            + ("." if self.extra.get("unanswered") else f", {some}answered correctly by both runs.")
         ]
         if not counted:
             return [*lines, "No pair is answered correctly by both runs, so there is no gap to recover."]
@@ -257,6 +264,7 @@ class PatchResult(Result):
         cell = dataclasses.replace(self, values=self.values[i : i + 1, j : j + 1])
         low, high = (end.item() for end in cell.interval())
         spots = [place({"site": site, "layer": layer}) for site, layer in zip(self.sites, self.layers)]
+        spots = [spot if self._head(i) is None else f"{spot}, head {self._head(i)}" for i, spot in enumerate(spots)]
         spots = [f"all {together} sites together"] if together > 1 else spots
         what = "is recovered at" if self.mode == "denoise" else "is removed at"
         lines.append(
@@ -280,7 +288,7 @@ class PatchResult(Result):
         where = [int(p) if p.isdigit() else i for i, p in enumerate(self.positions)]
         return plots.patch_heatmap(
             self.recovery(correct_only),
-            self.sites,
+            [site if self._head(i) is None else f"{site} head {self._head(i)}" for i, site in enumerate(self.sites)],
             where,
             tokens=tokens,
             lo=lo,

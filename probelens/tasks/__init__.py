@@ -11,12 +11,13 @@ from probelens.tasks.base import Task
 from probelens.tasks.baselines import baseline_predictions, baselines
 from probelens.tasks.code.code_depth import CodeDepth
 from probelens.tasks.counter import Counter
-from probelens.tasks.data import Batch, PatchPairs
+from probelens.tasks.data import Batch
 from probelens.tasks.drawing.arguments import choice
 from probelens.tasks.dyck import Dyck
 from probelens.tasks.examples import Constant
 from probelens.tasks.flip_flop import FlipFlop
 from probelens.tasks.group_words import GroupWords
+from probelens.tasks.pairs import PatchPairs
 from probelens.tasks.parity import Parity
 
 __all__ = [

@@ -20,9 +20,10 @@ from torch.nn.functional import pad
 from probelens.errors import InputError, ShapeError
 from probelens.numerics.tensors import whole_number
 from probelens.tasks.baselines import baselines
-from probelens.tasks.data import IGNORE, Batch, Exclude, PatchPairs, parts_of
+from probelens.tasks.data import IGNORE, Batch, Exclude, parts_of
 from probelens.tasks.drawing.arguments import rng_from, sizes_of
 from probelens.tasks.drawing.search import Pairs, avoid, collect_pairs, hashed, unique
+from probelens.tasks.pairs import PatchPairs
 from probelens.tasks.vocabulary import Vocabulary, to_int64
 
 __all__ = ["Task"]

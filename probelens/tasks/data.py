@@ -1,19 +1,20 @@
-"""Batch and PatchPairs: labelled sequences, and clean/corrupted pairs for patching."""
+"""``Batch``: inputs of a model with their labels."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
-from probelens.tasks.examples import Constant, Examples
+from probelens.tasks.examples import Constant, Examples, label_mask
+from probelens.tasks.text import tokens_of_texts
 
-__all__ = ["IGNORE", "Batch", "Constant", "Examples", "Exclude", "PatchPairs", "parts_of"]
+__all__ = ["IGNORE", "Batch", "Constant", "Examples", "Exclude", "parts_of"]
 
 IGNORE = -100
 """Label written where the mask is False: the class that ``torch.nn.functional.cross_entropy`` skips."""
@@ -66,7 +67,7 @@ class Batch:
     ) -> None:  # fmt: skip
         if (inputs is None) == (tokens is None):
             raise InputError("a Batch needs inputs: token ids (example, pos), features, or a mapping of arguments.")
-        examples = Examples(_inputs("inputs", inputs) if tokens is None else _tokens("tokens", tokens))
+        examples = Examples(inputs_of("inputs", inputs) if tokens is None else _tokens("tokens", tokens))
         main, n = examples.main, len(examples)
         labels = {} if labels is None else labels
         if not isinstance(labels, Mapping):
@@ -84,17 +85,17 @@ class Batch:
                     if len(shape) == 2
                     else f"labels[{name!r}] has shape {tuple(values.shape)}; it must be {shape}, one per example."
                 )
-        mask = _mask(mask, shape, main.device)
+        mask = mask_of(mask, shape, main.device)
         if attention_mask is None:
             attention_mask = examples.attention_mask
         if attention_mask is not None:
             attention_mask = torch.as_tensor(attention_mask).bool()
             if examples.plain or attention_mask.shape == shape:
-                mask = mask & _mask(attention_mask, shape, main.device)
+                mask = mask & mask_of(attention_mask, shape, main.device)
         groups = torch.arange(n, device=main.device) if groups is None else groups
-        groups = _integers("groups", groups, (n,), "one id per sequence")
+        groups = integers("groups", groups, (n,), "one id per sequence")
         for name, values in found.items():
-            counted = values[_counts(mask, values)]
+            counted = values[label_mask(mask, values)]
             if values.is_floating_point():
                 if not bool(torch.isfinite(counted).all()):
                     raise InputError(
@@ -106,6 +107,28 @@ class Batch:
                     "Set the mask to False at positions without a label."
                 )
         vars(self).update(inputs=examples.inputs, labels=found, mask=mask, groups=groups, attention_mask=attention_mask)
+
+    @classmethod
+    def from_text(
+        cls, model: Any, texts: Sequence[str], labels: Mapping[str, Any] | None = None, groups: Tensor | None = None
+    ) -> Batch:
+        """A batch of texts, tokenized as the model does, padding told to the model and left out of the mask.
+
+        Args:
+            model: The wrapped model, with its tokenizer.
+            texts: Strings.
+            labels: By name, one for each text (example,), or for each token (example, pos).
+            groups: As for ``Batch``.
+
+        Returns:
+            The batch; ``pos="last"`` is then the last token of each text.
+
+        Raises:
+            InputError: A model without a tokenizer, or texts that are none.
+        """
+        tokens, mask = tokens_of_texts(model, texts, "texts")
+        given = {name: torch.as_tensor(values) for name, values in (labels or {}).items()}
+        return cls(tokens, given, None, groups, None if bool(mask.all()) else mask)
 
     def __repr__(self) -> str:
         labels = ", ".join(self.labels) or "none"
@@ -141,7 +164,7 @@ class Batch:
 
     def __getitem__(self, index: Index) -> Batch:
         """The chosen sequences as a Batch; a single integer gives a batch of one."""
-        at = _index(index, len(self), self.mask.device)
+        at = chosen_rows(index, len(self), self.mask.device)
         return self._map(lambda values: values[at])
 
     def to(self, device: str | torch.device) -> Batch:
@@ -159,106 +182,6 @@ class Batch:
         labels = {name: fn(values) for name, values in self.labels.items()}
         attention = None if self.attention_mask is None else fn(self.attention_mask)
         return Batch(self.examples.map(fn), labels, fn(self.mask), fn(self.groups), attention)
-
-
-@dataclass(frozen=True, eq=False)
-class PatchPairs:
-    """Clean and corrupted sequences, where they differ, where to read, and the two right answers.
-
-    Args:
-        clean: Token ids. (example, pos) int64
-        corrupted: Token ids of the same shape. (example, pos) int64
-        edit_pos: A position at which the two differ; tasks make it the only one. (example,) int64
-        read_pos: Position whose logits are read. (example,) int64
-        answers: [clean answer, corrupted answer], ids into the model's logits. (example, 2)
-        mask: True on real tokens, False on padding. All True when left out. (example, pos) bool
-        label: Name of the label whose classes the answers are, or "".
-
-    Raises:
-        ShapeError: The tensors don't fit each other.
-        InputError: A wrong dtype, a position outside the sequence, equal tokens at edit_pos, or equal answers.
-
-    Examples:
-        >>> pairs = PatchPairs(
-        ...     clean=torch.tensor([[0, 1, 1]]), corrupted=torch.tensor([[1, 1, 1]]),
-        ...     edit_pos=torch.tensor([0]), read_pos=torch.tensor([2]), answers=torch.tensor([[0, 1]]))
-        >>> len(pairs), pairs.length
-        (1, 3)
-    """
-
-    clean: Tensor
-    corrupted: Tensor
-    edit_pos: Tensor
-    read_pos: Tensor
-    answers: Tensor
-    mask: Tensor = None  # type: ignore[assignment]  # a Tensor after __post_init__
-    label: str = ""
-
-    def __post_init__(self) -> None:
-        clean = _tokens("clean", self.clean)
-        corrupted = _tokens("corrupted", self.corrupted)
-        if corrupted.shape != clean.shape:
-            raise ShapeError(
-                f"corrupted is {tuple(corrupted.shape)} and clean is {tuple(clean.shape)}; they must be "
-                "equal. Pad the shorter sequences and pass mask."
-            )
-        n, length = clean.shape
-        mask = _mask(self.mask, tuple(clean.shape), clean.device)
-        edit = _integers("edit_pos", self.edit_pos, (n,), "one position per example")
-        read = _integers("read_pos", self.read_pos, (n,), "one position per example")
-        answers = _integers("answers", self.answers, (n, 2), "[clean answer, corrupted answer] per example")
-        for name, values in (("edit_pos", edit), ("read_pos", read)):
-            if bool(((values < 0) | (values >= length)).any()):
-                raise InputError(
-                    f"{name} runs from {int(values.min())} to {int(values.max())}; "
-                    f"with {length} positions it must be from 0 to {length - 1}. Count from the left."
-                )
-        rows = torch.arange(n, device=clean.device)
-        same = clean[rows, edit] == corrupted[rows, edit]
-        if bool(same.any()):
-            raise InputError(
-                f"clean and corrupted are equal at edit_pos in {int(same.sum())} of {n} examples, first "
-                f"in example {int(same.nonzero()[0])}; a pair must differ there. Drop them or fix edit_pos."
-            )
-        if bool((answers < 0).any()):
-            raise InputError("answers has negative ids; they index the model's logits, so they start at 0.")
-        tied = answers[:, 0] == answers[:, 1]
-        if bool(tied.any()):
-            raise InputError(
-                f"both answers are equal in {int(tied.sum())} of {n} examples, first in example "
-                f"{int(tied.nonzero()[0])}; a logit difference needs two. Drop pairs with equal answers."
-            )
-        vars(self).update(clean=clean, corrupted=corrupted, edit_pos=edit, read_pos=read, answers=answers, mask=mask)
-
-    def __repr__(self) -> str:
-        return f"PatchPairs({len(self)} pairs × {self.length} positions, label: {self.label or 'none'})"
-
-    @property
-    def length(self) -> int:
-        """Number of positions, BOS and padding included."""
-        return self.clean.shape[1]
-
-    def __len__(self) -> int:
-        return len(self.clean)
-
-    def __getitem__(self, index: Index) -> PatchPairs:
-        """The chosen pairs as PatchPairs; a single integer gives one pair."""
-        at = _index(index, len(self), self.clean.device)
-        return self._map(lambda values: values[at])
-
-    def to(self, device: str | torch.device) -> PatchPairs:
-        """The same pairs with every tensor on ``device``.
-
-        Args:
-            device: The device.
-
-        Returns:
-            New pairs.
-        """
-        return self._map(lambda values: values.to(device))
-
-    def _map(self, fn: Callable[[Tensor], Tensor]) -> PatchPairs:
-        return replace(self, **_mapped(self, fn))
 
 
 Exclude = Batch | Tensor | Iterable[Batch | Tensor] | Mapping[str, Batch]
@@ -280,11 +203,7 @@ def parts_of(exclude: Exclude | None) -> list[Batch | Tensor]:
     return [exclude] if isinstance(exclude, Batch | Tensor) else list(exclude)
 
 
-def _mapped(data: Any, fn: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    return {name: fn(values) for name, values in vars(data).items() if isinstance(values, Tensor)}
-
-
-def _integers(name: str, values: Any, shape: tuple[int, ...], meaning: str) -> Tensor:
+def integers(name: str, values: Any, shape: tuple[int, ...], meaning: str) -> Tensor:
     if not isinstance(values, Tensor):
         raise InputError(f"{name} is a {type(values).__name__}; it must be a tensor ({meaning}). Use torch.as_tensor.")
     if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
@@ -301,13 +220,13 @@ def _tokens(name: str, values: Any) -> Tensor:
             f"{name} has shape {shape}; it must be (batch, pos) with at least one position. "
             "Use tokens[None] for a single sequence."
         )
-    tokens = _integers(name, values, shape, "token ids (batch, pos)")
+    tokens = integers(name, values, shape, "token ids (batch, pos)")
     if tokens.numel() and int(tokens.min()) < 0:
         raise InputError(f"{name} has the negative id {int(tokens.min())}; token ids start at 0.")
     return tokens
 
 
-def _inputs(name: str, values: Any) -> Any:
+def inputs_of(name: str, values: Any) -> Any:
     """Inputs as given: a mapping, floats, or token ids, which are checked."""
     if isinstance(values, Mapping):
         return values
@@ -320,7 +239,7 @@ def _values(name: str, values: Any) -> Tensor:
     """Labels: classes as int64, values as they are."""
     if isinstance(values, Tensor) and values.is_floating_point():
         return values
-    return _integers(name, values, tuple(getattr(values, "shape", ())), "class ids or float values")
+    return integers(name, values, tuple(getattr(values, "shape", ())), "class ids or float values")
 
 
 def _lead(examples: Examples, others: Sequence[Any]) -> tuple[int, ...]:
@@ -333,7 +252,7 @@ def _lead(examples: Examples, others: Sequence[Any]) -> tuple[int, ...]:
     return (len(examples),) if examples.length is None else (len(examples), examples.length)
 
 
-def _mask(mask: Any, shape: tuple[int, ...], device: torch.device) -> Tensor:
+def mask_of(mask: Any, shape: tuple[int, ...], device: torch.device) -> Tensor:
     if mask is None:
         return torch.ones(shape, dtype=torch.bool, device=device)
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
@@ -346,18 +265,7 @@ def _mask(mask: Any, shape: tuple[int, ...], device: torch.device) -> Tensor:
     return mask
 
 
-def _counts(mask: Tensor, values: Tensor) -> Tensor:
-    """Where labels count, in the shape of the labels."""
-    return (
-        mask.any(1)
-        if mask.ndim > values.ndim
-        else mask
-        if mask.ndim == values.ndim
-        else mask[:, None].expand_as(values)
-    )
-
-
-def _index(index: Any, n: int, device: torch.device) -> Tensor:
+def chosen_rows(index: Any, n: int, device: torch.device) -> Tensor:
     """Positions chosen by an int, slice, list, integer tensor or bool tensor, checked against n."""
     if isinstance(index, slice):
         return torch.tensor(range(n)[index], dtype=torch.long, device=device)

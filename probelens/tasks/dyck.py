@@ -7,10 +7,10 @@ import numpy as np
 from probelens.errors import InputError
 from probelens.numerics.tensors import whole_number
 from probelens.tasks.base import Task
-from probelens.tasks.data import PatchPairs
 from probelens.tasks.drawing import walks as _walk
 from probelens.tasks.drawing.arguments import choice, probability
 from probelens.tasks.drawing.search import Pairs, collect_pairs
+from probelens.tasks.pairs import PatchPairs
 
 __all__ = ["Dyck"]
 

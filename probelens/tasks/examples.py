@@ -127,6 +127,40 @@ class Examples:
         return ", ".join(f"{name} {tuple(value.shape)}" for name, value in self.batched.items())
 
 
+def spread_mask(mask: Tensor, positions: int) -> Tensor:
+    """A mask of positions (example, pos), or of examples at all positions.
+
+    Raises ShapeError for a mask of other positions, unless it is the same at all of each example.
+    """
+    if mask.ndim == 2 and mask.shape[1] == positions:
+        return mask
+    some = mask if mask.ndim == 1 else mask.any(1)
+    if mask.ndim == 2 and not torch.equal(some, mask.all(1)):
+        raise ShapeError(
+            f"the mask has {mask.shape[1]} positions, the activations {positions}. Give a mask of the activations' positions"
+        )
+    return some[:, None].expand(-1, positions)
+
+
+def spread_labels(name: str, labels: Tensor, positions: int) -> Tensor:
+    """Labels of positions (example, pos), or of examples at all positions; ShapeError for those of other positions."""
+    if labels.ndim == 1:
+        return labels[:, None].expand(-1, positions)
+    if labels.shape[1] != positions:
+        raise ShapeError(
+            f"label {name!r} has {labels.shape[1]} positions, the activations {positions}. Give labels of the activations' "
+            "positions, or one for each example"
+        )
+    return labels
+
+
+def label_mask(mask: Tensor, labels: Tensor) -> Tensor:
+    """Where labels count, in their own shape: those of examples where any position does."""
+    if mask.ndim == labels.ndim:
+        return mask
+    return mask.any(1) if mask.ndim > labels.ndim else mask[:, None].expand_as(labels)
+
+
 def _main(batched: Mapping[str, Tensor]) -> str:
     known = [name for name in _MAIN if name in batched]
     wide = [name for name, value in batched.items() if value.ndim > 1]

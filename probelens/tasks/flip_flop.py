@@ -6,9 +6,9 @@ import numpy as np
 
 from probelens.errors import InputError
 from probelens.tasks.base import Task
-from probelens.tasks.data import PatchPairs
 from probelens.tasks.drawing.arguments import probability
 from probelens.tasks.drawing.search import Pairs
+from probelens.tasks.pairs import PatchPairs
 
 __all__ = ["FlipFlop"]
 

@@ -102,7 +102,9 @@ def test_masked_scores_that_are_infinite_have_no_effect_instead_of_nan(monkeypat
     """Some attentions mask with −inf: equal infinities don't differ."""
     from probelens.patching.attribute import first_order
     from probelens.patching.metric import read_metric
+    from probelens.patching.sides import Side
     from probelens.running.sweep.conditions import Read
+    from probelens.tasks.examples import Examples
 
     model, pairs = pl.wrap(zoo.build("neox")), some_pairs()
     values = {SCORES: pl.collect(model, pairs.clean, SCORES)[SCORES]}
@@ -117,7 +119,7 @@ def test_masked_scores_that_are_infinite_have_no_effect_instead_of_nan(monkeypat
         new = {SCORES: values[SCORES].masked_fill(later, least)}
         with model.hooks([(SCORES, mask)]):
             rows = torch.arange(N)
-            found.append(first_order(model, pairs.corrupted, None, [SCORES], new, rows, read)[0][0])
+            found.append(first_order(model, Side(Examples(pairs.corrupted), None, read), [SCORES], new, rows)[0][0])
     assert bool(found[1].isfinite().all())
     torch.testing.assert_close(found[1], found[0])
     assert found[0].abs().max() > 1e-4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import anything
 import pytest
 import torch
 from torch import Tensor, nn
@@ -146,3 +147,12 @@ def test_labels_of_one_position_of_each_example_are_found_among_all() -> None:
     assert pl.probe(acts, {"y": y[rows, at]}, n_boot=20).accuracy("site") > 0.9
     wrong = y[rows, (at + 1) % 5]
     assert pl.probe(acts, {"y": wrong}, n_boot=20).accuracy("site") < 0.8, "control: labels of another position"
+
+
+@pytest.mark.parametrize("name", anything.NAMES)
+def test_every_point_of_any_model_passes_verify_on_its_own_inputs(name: str) -> None:
+    case = anything.case(name)
+    report = case.model.verify(case.batch.examples.rows(slice(4)))
+    # Embeddings that are given go around the table of embeddings, and its point says that it didn't fire.
+    assert [row["name"] for row in report.failures()] == (["hook_embed"] if name == "embeddings" else []), str(report)
+    assert len(report.rows) > 3

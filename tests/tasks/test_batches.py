@@ -121,11 +121,11 @@ def test_a_batch_that_does_not_fit_together_is_refused(
         ("corrupted", torch.zeros(3, 4, dtype=torch.long), InputError, "equal at edit_pos in 3 of 3"),
         ("edit_pos", torch.tensor([1, 1]), ShapeError, "one position per example"),
         ("edit_pos", torch.tensor([1, 1, 4]), InputError, "0 to 3"),
-        ("read_pos", torch.tensor([3, 3, -1]), InputError, "0 to 3"),
+        ("read_pos", torch.tensor([3, 3, -5]), InputError, "0 to 3, or negative"),
         ("answers", torch.tensor([[0, 1], [0, 1], [2, 2]]), InputError, "equal in 1 of 3 examples, first in example 2"),
         ("answers", torch.tensor([0, 1, 2]), ShapeError, r"\(3, 2\)"),
         ("answers", torch.tensor([[0, 1], [0, 1], [0, -1]]), InputError, "start at 0"),
-        ("answers", torch.rand(3, 2), InputError, "float32"),
+        ("answers", torch.rand(3, 3), InputError, "float32"),
     ],
 )
 def test_pairs_that_cannot_be_patched_are_refused(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import probelens as pl
 from probelens.tasks import Task
-from probelens.tasks.data import PatchPairs
+from probelens.tasks.pairs import PatchPairs
 
 ANSWER = "answer"
 

@@ -47,19 +47,24 @@ class Read:
     """What is kept of each run.
 
     Args:
-        fn: ``fn(logits, **rows)`` to a value for each example. Logits (batch, read, d_vocab).
+        fn: ``fn(logits, **rows)`` to a value for each example. Logits (batch, read, d_vocab), or outputs (batch, ...) where
+            the model answers once for each example.
         pos: Positions read of each example; None for all. (example, read)
-        data: Tensors with one row an example, given to ``fn``. (example, ...)
+        data: Tensors with one row an example, given to ``fn``, or functions from the numbers of examples to their rows.
+            (example, ...)
+        by_position: Whether the model answers at each position.
     """
 
     fn: Callable[..., Tensor]
     pos: Tensor | None = None
-    data: Mapping[str, Tensor] = field(default_factory=dict)
+    data: Mapping[str, Tensor | Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    by_position: bool = True
 
     def value(self, logits: Tensor, rows: Tensor) -> Tensor:
         """What is kept of some examples' logits at the positions read: (batch, read, d_vocab) -> (batch, ...)."""
         fn = self.fn
-        data = {key: value[rows].to(logits.device) for key, value in self.data.items()}
+        given = {**self.data, **getattr(fn, "references", {})}
+        data = {k: (v[rows] if isinstance(v, Tensor) else v(rows)).to(logits.device) for k, v in given.items()}
         # The library's own readers name the metric that they were given.
         if str(getattr(fn, "__module__", "")).partition(".")[0] == "probelens":
             return fn(logits, **data)

@@ -6,8 +6,6 @@ import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from probelens.hooks.model import HookedModel
 from probelens.running.sweep.conditions import Read
 
@@ -38,12 +36,13 @@ class Sizes:
     vector: int
 
     @classmethod
-    def of(cls, model: HookedModel, tokens: Tensor, read: Read, source: int) -> Sizes:
+    def of(cls, model: HookedModel, length: int, read: Read, source: int) -> Sizes:
         """The sizes of a sweep's tensors."""
-        length, item = tokens.shape[1], model.cfg.dtype.itemsize
-        reads = length if read.pos is None else read.pos.shape[1]
+        item = model.cfg.dtype.itemsize
+        whole = length if read.by_position else 1
+        reads = whole if read.pos is None else read.pos.shape[1]
         wide, vector = cls.width(model) * item, model.cfg.d_model * item
-        return cls(length * vector, length * wide, reads * wide, source, vector)
+        return cls(length * vector, whole * wide, reads * wide, source, vector)
 
     @staticmethod
     def width(model: HookedModel) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -20,11 +21,12 @@ from probelens.hooks.inputs import mask_for_model
 from probelens.hooks.model import HookedModel
 from probelens.hooks.trials import require_repeatable
 from probelens.numerics.tensors import whole_number
-from probelens.running.sweep.conditions import Condition, Read
+from probelens.running.sweep.conditions import Condition, Intervention, Read
 from probelens.running.sweep.memory import mib
 from probelens.running.sweep.resume import Resume
 from probelens.running.sweep.strategy import Full, Skip, Strategy, TrialFailed, Unfit
 from probelens.running.sweep.work import Work, state_of
+from probelens.tasks.examples import Examples
 
 __all__ = ["SweepPlan", "SweepResult", "choose", "plan", "sweep"]
 
@@ -173,8 +175,8 @@ class SweepPlan:
         now, work = self, self._strategy.work
         if state_of(work.model) != work.state:
             now = plan(
-                work.model, work.tokens, work.conditions, work.read, batch_size=work.batch_size, attention_mask=work.mask,
-                memory=work.memory, source_bytes=work.source,
+                work.model, work.examples, work.conditions, work.read, batch_size=work.batch_size, attention_mask=work.mask,
+                memory=work.memory, source_bytes=work.source, always=work.always,
             )  # fmt: skip
         try:
             return SweepResult(*now._strategy.run_all(progress, describe), now.path, now.why)
@@ -186,7 +188,7 @@ class SweepPlan:
 
 def plan(
     model: HookedModel,
-    tokens: Tensor,
+    inputs: Any,
     conditions: Sequence[Condition],
     read: Read,
     *,
@@ -194,12 +196,13 @@ def plan(
     attention_mask: Tensor | None = None,
     memory: int | None = None,
     source_bytes: int | Callable[[], int] = 0,
+    always: Sequence[Intervention] = (),
 ) -> SweepPlan:
     """Say what a sweep will run, and what it costs, before it runs.
 
     Args:
         model: The wrapped model; run in eval mode, without gradients.
-        tokens: Inputs. (example, pos)
+        inputs: Tokens (example, pos), features (example, ...), or a mapping of the forward's arguments.
         conditions: What to run.
         read: What to keep.
         batch_size: Examples in one forward pass, at most.
@@ -210,6 +213,7 @@ def plan(
             64 MiB of logits, 1 GiB of copies for passes.
         source_bytes: Bytes of an example that the edits' own functions hold for a batch; or a function that gives
             them, which is asked again where the plan is made anew.
+        always: What is in place in every run, also in the one that is called unedited.
 
     Returns:
         The plan; its ``run`` gives what ``sweep`` gives.
@@ -219,17 +223,18 @@ def plan(
         UnknownHookError: An edit at a point that the model doesn't have.
     """
     whole_number("batch_size", batch_size)
-    if len(tokens) == 0:
-        raise InputError(f"sweep needs examples, got inputs of shape {tuple(tokens.shape)}")
+    examples = Examples.of(inputs)
+    if len(examples) == 0:
+        raise InputError(f"sweep needs examples, got inputs of shape {tuple(examples.main.shape)}")
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int)):
         raise InputError(f"memory={memory!r}: give a whole number of bytes, such as 2**30, or None")
     if memory is not None and memory < 1:
         raise InputError(
             f"memory={memory}: a budget is a positive number of bytes, such as 2**30; None is for no budget"
         )
-    require_repeatable(model, tokens)
-    mask = mask_for_model(model, attention_mask, tokens)
-    work = Work(model, tokens, conditions, read, mask, batch_size, memory, source_bytes)
+    require_repeatable(model, examples.inputs)
+    mask = mask_for_model(model, attention_mask, examples.inputs)
+    work = Work(model, examples, conditions, read, mask, batch_size, memory, source_bytes, tuple(always))
     strategy, why = choose(work)
     trial, otherwise = strategy.trial(), None
     if trial:
@@ -264,9 +269,9 @@ def choose(work: Work, resume: bool = True) -> tuple[Strategy, str]:
 def _described(strategy: Strategy, why: str, trial: int, otherwise: SweepPlan | None) -> SweepPlan:
     work = strategy.work
     blocks, reads = strategy.counts()
-    whole = (len(work.conditions) + 1) * len(work.tokens) * work.length
+    whole = (len(work.conditions) + 1) * len(work.examples) * work.length
     return SweepPlan(
-        len(work.conditions), len(work.tokens), work.length, strategy.batch, len(strategy.batches()), strategy.path, why,
+        len(work.conditions), len(work.examples), work.length, strategy.batch, len(strategy.batches()), strategy.path, why,
         blocks, reads, whole * work.n_layers, whole, strategy.exact, strategy.held(), work.memory, trial, otherwise,
         strategy,
     )  # fmt: skip
@@ -274,7 +279,7 @@ def _described(strategy: Strategy, why: str, trial: int, otherwise: SweepPlan | 
 
 def sweep(
     model: HookedModel,
-    tokens: Tensor,
+    inputs: Any,
     conditions: Sequence[Condition],
     read: Read,
     *,
@@ -287,7 +292,7 @@ def sweep(
     """Run every condition on every example: ``plan`` and its ``run``.
 
     Args:
-        Those of ``plan``, without ``source_bytes``.
+        Those of ``plan``, without ``source_bytes`` and ``always``.
         progress: Show a progress bar.
         describe: What the bar counts.
 
@@ -298,5 +303,5 @@ def sweep(
         InputError: No examples, a batch size below 1, or a memory budget that one example exceeds.
         HookNotFiredError: An edit that the run didn't reach.
     """
-    planned = plan(model, tokens, conditions, read, batch_size=batch_size, attention_mask=attention_mask, memory=memory)
+    planned = plan(model, inputs, conditions, read, batch_size=batch_size, attention_mask=attention_mask, memory=memory)
     return planned.run(progress, describe)

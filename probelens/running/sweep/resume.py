@@ -48,7 +48,7 @@ class Resume(Strategy):
         resumed = {job.index for job in self.jobs} | set(self.unedited)
         # Conditions that run without what is kept, and where: beside what is kept no residual is kept for them.
         self.others = {
-            i: 0 if first_block(work.model, c, work.tokens) == 0 else None
+            i: 0 if first_block(work.model, c, work.examples.main) == 0 else None
             for i, c in enumerate(work.conditions)
             if i not in resumed
         }
@@ -187,7 +187,7 @@ class Resume(Strategy):
         work, model = self.work, self.work.model
         self.resumer.spacing = self.limits.spacing
         try:
-            final, cache = self.resumer.base(work.tokens[rows], self.names)
+            final, cache = self.resumer.base(work.examples.main[rows], self.names)
         except Exception as err:
             # Whatever a model's forward has against a cache, the other strategies need none.
             if self.resumer.trusted:
@@ -240,7 +240,7 @@ class Resume(Strategy):
         pos = self.resumer.floor(length // 2)
         reason: Exception | None = None
         try:
-            own = model(self.work.tokens[rows], stop_at_layer=self.n)
+            own = model(self.work.examples.main[rows], stop_at_layer=self.n)
             right = agree(final, own, bits=6, half=False)
             if right and layer < self.n:
                 again = self.resumer.tail(entering[layer][:, pos:].clone(), layer, pos, self.n)
@@ -264,7 +264,7 @@ class Resume(Strategy):
         # Where a block's output isn't what the next one receives, what entered the block may not have been kept.
         entered = f"blocks.{job.start}.hook_resid_pre"
         start = job.start if job.start > 0 and entered in cache else None
-        inputs = self.work.tokens[rows] if start is None else cache[entered]
+        inputs = self.work.examples.main[rows] if start is None else cache[entered]
         with self.resumer.running():
             out: Tensor = self.work.model.run_with_hooks(inputs, hooks, start_at_layer=start, stop_at_layer=job.stop)
         return out
@@ -310,13 +310,15 @@ class Resume(Strategy):
 def _resumable(work: Work) -> tuple[Resumer, list[Job]]:
     """How runs of the model go on from the middle, and the conditions that can; raises Unfit where few or none can."""
     model, dtype = work.model, work.model.cfg.dtype
-    if why := why_not_skip(model, work.tokens):
+    if why := why_not_skip(work):
         raise Unfit(why)
+    if work.always:
+        raise Unfit("an edit that is in place in every run")
     if work.mask is not None:
         raise Unfit("attention mask given")
     if not work.conditions:
         raise Unfit("no conditions")
-    if work.tokens.ndim != 2 or work.tokens.is_floating_point():
+    if not work.examples.plain:
         raise Unfit("inputs that aren't tokens (example, pos)")
     if work.length < SHORTEST:
         # A shorter sequence has hardly a prefix to spare.

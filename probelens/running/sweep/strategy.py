@@ -11,9 +11,11 @@ from torch import Tensor
 
 from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
+from probelens.hooks.points import HookFn
 from probelens.results.progress import progress_bar
 from probelens.running.faster_forwards import faster_forwards
-from probelens.running.sweep.conditions import Condition
+from probelens.running.sweep.conditions import Condition, Intervention
+from probelens.running.sweep.lengths import shortened
 from probelens.running.sweep.memory import in_bytes, largest, mib
 from probelens.running.sweep.work import Work
 
@@ -59,7 +61,7 @@ class Strategy(ABC):
 
     def batches(self) -> list[Tensor]:
         """Numbers of the examples, batch by batch."""
-        return list(torch.arange(len(self.work.tokens)).split(self.batch))
+        return list(torch.arange(len(self.work.examples)).split(self.batch))
 
     def counts(self) -> tuple[int, int]:
         """Block-positions of all batches, and positions through the unembedding."""
@@ -99,7 +101,10 @@ class Strategy(ABC):
     def traced(self, rows: Tensor, condition: Condition, start: int | None, resid: Tensor | None = None) -> Tensor:
         """``edited``, on the model's device and with its gradient, for callers who turn gradients on. (batch, ...)"""
         model, n = self.work.model, self.work.n_layers
-        hooks = [(one.name, one.edit_for(rows)) for one in condition.interventions]
+        # What is always in place lies before the blocks, so a run from a block has it in its residual.
+        hooks = self.hooks(() if resid is not None else self.work.always, rows) + self.hooks(
+            condition.interventions, rows
+        )
         inputs, begin = self.inputs(rows)
         if resid is not None:
             inputs, begin["start_at_layer"] = resid, start
@@ -113,7 +118,12 @@ class Strategy(ABC):
     def inputs(self, rows: Tensor) -> tuple[Tensor, dict[str, Any]]:
         """Tokens of some examples, and the arguments that go with them."""
         work = self.work
-        return work.tokens[rows], {"attention_mask": None if work.mask is None else work.mask[rows]}
+        return work.examples.rows(rows), {"attention_mask": None if work.mask is None else work.mask[rows]}
+
+    def hooks(self, interventions: Sequence[Intervention], rows: Tensor) -> list[tuple[str, HookFn]]:
+        """Interventions on some examples as hooks; they fit batches of packed sequences, which may be shorter than others."""
+        made = [(one.name, one.edit_for(rows)) for one in interventions]
+        return made if self.work.examples.plain else [(name, shortened(fn)) for name, fn in made]
 
     def value(self, logits: Tensor, rows: Tensor) -> Tensor:
         """What is kept of logits at all positions. (batch, ...)"""
@@ -183,9 +193,11 @@ class Full(Strategy):
         """What is kept of the unedited run, and the residuals that enter the blocks at which runs begin."""
         (tokens, arguments), model = self.inputs(rows), self.work.model
         names = {start: f"blocks.{start}.hook_resid_pre" for start in self.starts if start}
+        always = self.hooks(self.work.always, rows)
         if not names:
-            return self.value(model(tokens, **arguments), rows), {}
-        logits, cache = model.run_with_cache(tokens, list(names.values()), **arguments)
+            return self.value(model.run_with_hooks(tokens, always, **arguments), rows), {}
+        with model.hooks(always):
+            logits, cache = model.run_with_cache(tokens, list(names.values()), **arguments)
         return self.value(logits, rows), {start: cache[name] for start, name in names.items()}
 
 
@@ -199,9 +211,9 @@ class Skip(Full):
 
     def first_blocks(self) -> Sequence[int | None]:
         model, conditions = self.work.model, self.work.conditions
-        if why := why_not_skip(model, self.work.tokens) or ("" if conditions else "no conditions"):
+        if why := why_not_skip(self.work) or ("" if conditions else "no conditions"):
             raise Unfit(why)
-        starts = [first_block(model, condition, self.work.tokens) for condition in conditions]
+        starts = [first_block(model, condition, self.work.examples.main) for condition in conditions]
         if all(start is None for start in starts):
             raise Unfit("no condition edits the blocks alone")
         return starts
@@ -210,15 +222,20 @@ class Skip(Full):
         raise Unfit(f"does not fit the memory budget of {mib(self.work.memory or 0)}: needs {mib(sum(needs.values()))}")
 
 
-def why_not_skip(model: HookedModel, tokens: Tensor) -> str:
-    """Why no run of a model can begin at a block; "" if one can."""
+def why_not_skip(work: Work) -> str:
+    """Why no run of some work can begin at a block; "" if one can."""
+    model = work.model
+    if not isinstance(work.examples.inputs, Tensor):
+        return "inputs that are several arguments"
+    if not work.read.by_position:
+        return "one answer for each example, of which other things than the residual may be part"
     # Hooks that the caller left on the model may be anywhere, so every run is then a full one.
     if model.has_hooks():
         return "hooks on the model"
     if not model.can_skip():
         return "the adapter can't begin a run of this model at a block"
     # Where something goes around the blocks, starting at one would be wrong.
-    if not model.can_start_at(model.cfg.n_layers, tokens):
+    if not model.can_start_at(model.cfg.n_layers, work.examples.main):
         return "something goes around the blocks of this model"
     return ""
 

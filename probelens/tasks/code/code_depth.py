@@ -16,8 +16,9 @@ from probelens.numerics.tensors import whole_number
 from probelens.tasks.base import Task
 from probelens.tasks.code import corpus as _corpus
 from probelens.tasks.code.encoding import encoder_for
-from probelens.tasks.data import IGNORE, Batch, Exclude, PatchPairs, parts_of
+from probelens.tasks.data import IGNORE, Batch, Exclude, parts_of
 from probelens.tasks.drawing.arguments import rng_from, sizes_of
+from probelens.tasks.pairs import PatchPairs
 
 __all__ = ["CodeDepth"]
 
