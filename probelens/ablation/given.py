@@ -41,8 +41,12 @@ def goes_with(batch: Any, label: str, target: str, seed: int = 0) -> float | Non
     if label == target or ours.is_floating_point() or theirs.is_floating_point():
         return None
     ours, theirs = _alike(ours, theirs)
-    mask = spread_mask(batch.mask, ours.shape[1]) if ours.ndim == 2 else batch.mask
-    return association(ours, theirs, mask.any(1) if mask.ndim > ours.ndim else mask, seed=seed)
+    if ours.ndim == 1:
+        ours, theirs = ours[:, None], theirs[:, None]
+        mask = batch.mask.reshape(len(batch), -1).any(1, keepdim=True)
+    else:
+        mask = spread_mask(batch.mask, ours.shape[1])
+    return association(ours, theirs, mask, seed=seed)
 
 
 def _alike(*labels: Tensor) -> list[Tensor]:

@@ -14,10 +14,9 @@ from probelens.hooks.points import HookPoint, has_positions
 from probelens.hooks.shorthand import Names
 from probelens.numerics.modes import differentiable
 from probelens.patching.metric import Metric, need_numbers
-from probelens.patching.pairs import Mode, Pos, check_pairs, check_positions, columns, notes
+from probelens.patching.pairs import Mode, Pos, Side, check_pairs, check_positions, columns, length_at, notes, sides_of
 from probelens.patching.plan import Source
 from probelens.patching.result import PatchResult
-from probelens.patching.sides import Side, length_at, sides_of
 from probelens.results.progress import progress_bar
 from probelens.running.faster_forwards import faster_forwards
 from probelens.running.gradients import need_gradients

@@ -27,7 +27,7 @@ from probelens.patching.das_training import Learned, Lesson, Schedule, Swaps, le
 from probelens.patching.interchange import interchange_plan, read_answers
 from probelens.patching.interchange_parts import CONTROLS, head_columns
 from probelens.patching.interchange_result import InterchangeResult
-from probelens.patching.pairs import check_pairs, check_positions, columns
+from probelens.patching.pairs import check_pairs, check_positions, shared_columns
 from probelens.probing.splits import FRACTIONS, copies_together, real_tokens, split_by_group
 from probelens.results.progress import progress_bar
 from probelens.running.collect import collect
@@ -194,7 +194,7 @@ def _divide(
         raise InputError(
             f"das() learns one subspace: pos={pos!r} must be None, one position, or a tensor with one per pair"
         )
-    columns(pos, pairs.clean.shape[1], len(pairs))
+    shared_columns(pos, pairs.clean.shape[1], len(pairs))
     groups = _groups([pairs] if same is None else [pairs, same])
     split = split_by_group(groups, splits, seed)
     n = len(pairs)
@@ -264,7 +264,7 @@ class _Place:
             )
         (self.point,) = points
         self.model, self.parts, self.name = model, parts, self.point.name
-        column, _ = columns(parts.pos_learn, parts.learn.clean.shape[1], len(parts.learn))
+        column, _ = shared_columns(parts.pos_learn, parts.learn.clean.shape[1], len(parts.learn))
         check_positions(model, [self.name], column)
         acts = collect(model, parts.learn.clean[:1], [self.name], attention_mask=self._mask(parts.learn[:1]))[self.name]
         shape = tuple(acts.shape[2:])
@@ -273,7 +273,7 @@ class _Place:
         self.head, self.width, self.lift = head, last - first, (first, math.prod(shape) - last)
         self.swaps = [Swaps(model, parts.learn, self.name, column[0], self.lift)]
         if parts.same_learn is not None:
-            again, _ = columns(parts.pos_learn, parts.same_learn.clean.shape[1], len(parts.same_learn))
+            again, _ = shared_columns(parts.pos_learn, parts.same_learn.clean.shape[1], len(parts.same_learn))
             self.swaps.append(Swaps(model, parts.same_learn, self.name, again[0], self.lift))
 
     def learn(

@@ -1,16 +1,28 @@
-"""Which pairs are patched, in which direction and at which positions."""
+"""The pairs that are patched: at which positions, and both runs of each as a sweep takes them, with what is read of them.
+
+Answers of several tokens are scored under teacher forcing, each in a run of its own: a pair becomes two examples.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
+from probelens.hooks.edits.values import Add
+from probelens.hooks.inputs import mask_for_model, padding_mask
 from probelens.hooks.model import HookedModel
 from probelens.hooks.points import has_positions
+from probelens.patching.metric import NAMES, Metric, answered, read_metric
+from probelens.running.shapes import output_shape, positions_at
+from probelens.running.sweep.conditions import Intervention, Read
+from probelens.running.sweep.plan import sweep
+from probelens.tasks.examples import Examples
+from probelens.tasks.pairs import PatchPairs, answer_tokens
 
 Pos = Literal["each", "last"] | int | slice | Sequence[int] | Tensor | None
 Heads = Literal["each"] | int | Sequence[int] | None
@@ -112,3 +124,211 @@ def shared_columns(pos: Pos, length: int, n: int) -> tuple[list[Tensor | None], 
     if any(a is not None and b is not None and not torch.equal(a, b) for a, b in found):
         raise ShapeError(f"pos must be (example,) with {n} examples here: the same position on both sides")
     return [target for target, _ in found], labels
+
+
+# -- both runs ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """One run: its inputs, the mask that the model is told, what is read, and what is in place in every run of it."""
+
+    examples: Examples
+    told: Tensor | None
+    read: Read
+    always: tuple[Intervention, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Sides:
+    """Both runs.
+
+    Args:
+        clean: The clean run.
+        corrupted: The corrupted run.
+        n: Pairs.
+        runs: Examples of each pair: 2 where each answer has a run of its own.
+        answered: Whether the pairs say what the right answers are.
+    """
+
+    clean: Side
+    corrupted: Side
+    n: int
+    runs: int
+    answered: bool
+
+    def each(self, column: Tensor | None) -> Tensor | None:
+        """A position of each pair as one of each example."""
+        if column is None or self.runs == 1:
+            return column
+        if column.ndim == 1:
+            return column.repeat(self.runs)
+        # A span (example, pos) of texts that answers were put after.
+        more = self.clean.examples.main.shape[1] - column.shape[1]
+        return torch.nn.functional.pad(column, (0, more)).repeat(self.runs, 1)
+
+    def joined(self, values: Tensor, probabilities: bool) -> Tensor:
+        """What was read of the examples (..., example, 2) as the metric and the preference of each pair (..., pair, 2)."""
+        if self.runs == 1:
+            return values
+        first, second = values[..., : self.n, :1], values[..., self.n :, :1]
+        metric = first.exp() - second.exp() if probabilities else first - second
+        return torch.cat([metric, first - second], -1)
+
+    def answered_by(self, clean: Tensor, corrupted: Tensor) -> Tensor:
+        """Whether both runs of each pair prefer their own answer; every pair counts where none is known. (pair,)"""
+        return answered(clean, corrupted) if self.answered else torch.ones(self.n, dtype=torch.bool)
+
+
+def sides_of(model: HookedModel, pairs: PatchPairs, metric: Metric, batch_size: int) -> Sides:
+    """Both runs of some pairs; InputError where the metric, the answers and the model's outputs don't go together."""
+    answers = answer_tokens(model, pairs.answers)
+    read_metric(metric)
+    told = [_told(model, pairs, side) for side in (0, 1)]
+    shape = output_shape(model, pairs.sides[0], told[0])
+    several = isinstance(answers, Tensor) and answers.ndim == 3 and not pairs.any_of
+    _check(model, pairs, answers, metric, shape, several)
+    noise = _noise(model, pairs)
+    if several:
+        made = [_forced(model, pairs, answers, side, metric) for side in (0, 1)]
+    else:
+        made = [_side(pairs, side, told[side], answers, metric, len(shape) == 3) for side in (0, 1)]
+        if metric == "kl":
+            made = _with_reference(model, made, batch_size)
+    clean, corrupted = made[0], replace(made[1], always=noise)
+    whole = len(shape) == 3 and pairs.read_pos is None
+    known = answers is not None and not whole and not (metric == "kl" and answers.is_floating_point())
+    return Sides(clean, corrupted, len(pairs), 2 if several else 1, known)
+
+
+def _told(model: HookedModel, pairs: PatchPairs, side: int) -> Tensor | None:
+    """The attention mask for one side's inputs; a mapping has its own."""
+    mask, examples = (pairs.mask, pairs.corrupted_mask)[side], pairs.sides[side]
+    if mask.ndim != 2 or "attention_mask" in examples.batched:
+        return None
+    return mask_for_model(model, padding_mask(mask, model, examples.main), examples.inputs)
+
+
+def _check(
+    model: HookedModel, pairs: PatchPairs, answers: Tensor | None, metric: Metric, shape: Sequence[int], several: bool
+) -> None:
+    kind = f"this {type(model.module).__name__}"
+    if len(shape) == 3 and pairs.read_pos is None and not callable(metric):
+        raise InputError(
+            f"{kind} answers at each position. Say where it is read: PatchPairs(read_pos=...), such as 'last'"
+        )
+    if len(shape) < 3 and pairs.read_pos is not None:
+        raise InputError(f"{kind} answers once for each example, at no position. Leave out read_pos (None)")
+    number = len(shape) == 1 or shape[-1] == 1
+    if metric in ("logit_diff", "prob_diff"):
+        if number:
+            raise InputError(
+                f"metric={metric!r} needs a logit for each class, and {kind} gives one number. Give metric='value'"
+            )
+        if answers is None or answers.is_floating_point():
+            raise InputError(f"metric={metric!r} compares two answers. Give PatchPairs(answers=...), or metric='kl'")
+    if metric in ("value", "mse") and not number:
+        raise InputError(
+            f"metric={metric!r} needs one number as the answer, and {kind} gives {shape[-1]}. Give metric='kl'"
+        )
+    if metric == "mse" and (answers is None or not answers.is_floating_point()):
+        raise InputError(
+            "metric='mse' compares with the right values. Give PatchPairs(answers=values), (example, 2) floats"
+        )
+    if metric == "kl" and number:
+        raise InputError(f"metric='kl' compares distributions, and {kind} gives one number. Give metric='value'")
+    if several and metric not in ("logit_diff", "prob_diff"):
+        raise InputError(
+            f"answers of several tokens are scored by their summed log-probability, and metric={_said(metric)} isn't. Give "
+            "'logit_diff' (the difference of the sums) or 'prob_diff'"
+        )
+
+
+def _said(metric: Metric) -> str:
+    return repr(metric) if metric in NAMES else "a function"
+
+
+def _side(
+    pairs: PatchPairs, side: int, told: Tensor | None, answers: Tensor | None, metric: Metric, by_position: bool
+) -> Side:
+    where = pairs.places("read_pos", side)
+    whole = by_position and where is None
+    read_metric_of = read_metric(metric, by_position and not whole, pairs.any_of)
+    data: dict[str, Any] = {} if answers is None else {"answers": answers}
+    pos = None if where is None else where[:, None].long()
+    return Side(pairs.sides[side], told, Read(read_metric_of, pos, data, by_position=by_position))
+
+
+def _with_reference(model: HookedModel, made: list[Side], batch_size: int) -> list[Side]:
+    clean = made[0]
+    read = Read(_outputs, clean.read.pos, by_position=clean.read.by_position)
+    outputs = sweep(model, clean.examples, (), read, batch_size=batch_size, attention_mask=clean.told).base
+    return [replace(one, read=replace(one.read, data={**one.read.data, "unedited": outputs})) for one in made]
+
+
+def _outputs(logits: Tensor) -> Tensor:
+    return logits
+
+
+def _noise(model: HookedModel, pairs: PatchPairs) -> tuple[Intervention, ...]:
+    noise = pairs.noise
+    if noise is None:
+        return ()
+    if "hook_embed" not in model.hook_dict:
+        raise InputError("the pairs put noise on hook_embed, and this model has none")
+    return (Intervention("hook_embed", lambda rows: Add(None, noise[rows % len(noise)])),)
+
+
+# -- answers of several tokens -------------------------------------------------------------------------
+
+
+def _forced(model: HookedModel, pairs: PatchPairs, answers: Tensor, side: int, metric: Metric) -> Side:
+    """One side with each answer after its read position: the clean answers of all pairs, then the corrupted ones."""
+    examples, mask = pairs.sides[side], (pairs.mask, pairs.corrupted_mask)[side]
+    read = pairs.places("read_pos", side)
+    if not examples.plain or read is None:
+        raise InputError("answers of several tokens need token ids (example, pos) and read_pos")
+    tokens, more = examples.main, answers.shape[2] - 1
+    if not torch.equal(read, pairs.places("last", side)):  # type: ignore[arg-type]
+        raise InputError(
+            "answers of several tokens come after the read position, which must be the last real one. Give read_pos='last', "
+            "and a mask where sequences are padded"
+        )
+    wide = [torch.cat([x, x.new_zeros(len(x), more)], 1) for x in (tokens, mask)]
+    parts = []
+    for which in (0, 1):
+        (text, real), answer = (x.clone() for x in wide), answers[:, which]
+        at = read[:, None] + 1 + torch.arange(more)
+        # The last token of an answer is predicted, and not an input.
+        given = (answer[:, 1:] >= 0).to(text.device)
+        text = text.scatter(1, at, torch.where(given, answer[:, :-1], text.gather(1, at)))
+        parts.append((text, real.scatter(1, at, given), answer))
+    text, real, answer = (torch.cat([part[i] for part in parts]) for i in range(3))
+    both = read.repeat(2)
+    pos = (both[:, None] + torch.arange(more + 1)).where(answer >= 0, both[:, None])
+    told = mask_for_model(model, padding_mask(real, model, text), text)
+    return Side(Examples(text), told, Read(_log_probability, pos, {"tokens": answer}))
+
+
+def _log_probability(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Summed log-probability of an answer's tokens: logits (example, token, d_vocab), tokens with −1 for none. (example, 1)"""
+    if (high := int(tokens.max())) >= logits.shape[-1]:
+        raise InputError(f"answer id {high} is outside the {logits.shape[-1]} logits of the model")
+    each = logits.float().log_softmax(-1).gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
+    return each.masked_fill(tokens < 0, 0.0).sum(1, keepdim=True)
+
+
+# -- positions -----------------------------------------------------------------------------------------
+
+
+def length_at(model: HookedModel, side: Side, names: Sequence[str], pairs: PatchPairs, some: bool) -> int:
+    """Positions of the activations that are patched; InputError where sites differ and only some are to be patched."""
+    if pairs.sides[0].plain:
+        return int(pairs.sides[0].main.shape[1])
+    found = positions_at(model, side.examples, names, side.told)
+    lengths = sorted(set(found.values()))
+    if len(lengths) > 1 and some:
+        raise InputError(
+            f"the sites have different numbers of positions, {lengths}. Patch them one by one, or pos=None"
+        )
+    return lengths[0] if lengths else 1

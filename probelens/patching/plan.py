@@ -24,9 +24,20 @@ from probelens.hooks.passes.at import at
 from probelens.hooks.points import HookFn, has_positions
 from probelens.hooks.shorthand import Names
 from probelens.patching.metric import Metric, need_numbers
-from probelens.patching.pairs import Heads, Mode, Pos, check_pairs, check_positions, columns, notes
+from probelens.patching.pairs import (
+    Heads,
+    Mode,
+    Pos,
+    Side,
+    Sides,
+    check_pairs,
+    check_positions,
+    columns,
+    length_at,
+    notes,
+    sides_of,
+)
 from probelens.patching.result import PatchResult
-from probelens.patching.sides import Side, Sides, length_at, sides_of
 from probelens.results.sentences import count
 from probelens.running.collect import collect, stops_at
 from probelens.running.shapes import site_shapes

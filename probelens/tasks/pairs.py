@@ -175,11 +175,11 @@ class PatchPairs:
         inside = [(places >= spans[:, side, :1]) & (places < spans[:, side, 1:]) for side in (0, 1)]
         named = {"differing": inside[0]} if torch.equal(*inside) else {}
         edit = spans[:, :, 0].clamp(max=len(places) - 1)
-        whole = all(bool(mask.all()) for mask in masks)
-        return cls(
-            *tokens, edit if align == "token" else None, "last", _tokenized(model, answers, len(clean)),
-            None if whole else masks[0], corrupted_mask=None if whole else masks[1], spans=named,
-        )  # type: ignore[arg-type]  # fmt: skip
+        rest: dict[str, Any] = {"spans": named}
+        if not all(bool(mask.all()) for mask in masks):
+            rest.update(mask=masks[0], corrupted_mask=masks[1])
+        answers = _tokenized(model, answers, len(clean))
+        return cls(*tokens, edit if align == "token" else None, "last", answers, **rest)
 
     @classmethod
     def from_noise(

@@ -102,7 +102,7 @@ def test_masked_scores_that_are_infinite_have_no_effect_instead_of_nan(monkeypat
     """Some attentions mask with −inf: equal infinities don't differ."""
     from probelens.patching.attribute import first_order
     from probelens.patching.metric import read_metric
-    from probelens.patching.sides import Side
+    from probelens.patching.pairs import Side
     from probelens.running.sweep.conditions import Read
     from probelens.tasks.examples import Examples
 
