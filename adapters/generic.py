@@ -14,7 +14,7 @@ from probelens.adapters.hf.decoder import HFAdapter, is_hf
 from probelens.adapters.hf.stack import HFStack
 from probelens.errors import InputError, nearest
 from probelens.hooks.adapter import Adapter
-from probelens.hooks.config import ModelConfig
+from probelens.hooks.config import Call, ModelConfig
 from probelens.hooks.forwards import submodule
 from probelens.hooks.points import HookPoint
 from probelens.hooks.switchboard import Tap
@@ -208,6 +208,10 @@ class Generic(Adapter):
         with super().starting_at(layer, resid.movedim(0, self.resid_axis)):
             yield
 
+    def run(self, call: Call) -> Any:
+        with _padded(self.module):
+            return super().run(call)
+
     def block_points(self, layer: int, path: str) -> list[HookPoint]:
         block = submodule(self.module, path)
         prefix = f"blocks.{layer}."
@@ -221,6 +225,22 @@ class Generic(Adapter):
             note = f"output of {type(block.get_submodule(mlp)).__name__}"
             points.append(self.boundary(prefix + "hook_mlp_out", join(path, mlp), "out", note=note))
         return points
+
+
+@contextlib.contextmanager
+def _padded(module: nn.Module) -> Iterator[None]:
+    """Keep PyTorch's own encoders from packing padded sequences into nested tensors, which have no positions to hook.
+
+    Real positions are the same; padding then holds what the layers make of it, and not zeros.
+    """
+    encoders = [m for m in module.modules() if isinstance(m, nn.TransformerEncoder) and m.use_nested_tensor]
+    for encoder in encoders:
+        encoder.use_nested_tensor = False
+    try:
+        yield
+    finally:
+        for encoder in encoders:
+            encoder.use_nested_tensor = True
 
 
 def _lists(module: nn.Module) -> list[str]:

@@ -40,11 +40,10 @@ class HFEncoder(HFStack):
             if whole is not None:
                 self.parts["embed"] = join(path_of(module, inner), whole)
 
-        kind, head = type(module).__name__, first_child(module, ("classifier",))
+        kind, head = type(module).__name__, getattr(module, "classifier", None)
         tagger = kind.endswith("ForTokenClassification") and first_child(module, ("head",)) is None
-        if tagger and head is not None and isinstance(module.get_submodule(head), nn.Linear):
-            self.parts["unembed"] = head
-            self.cfg.d_vocab_out = int(module.get_submodule(head).out_features)
+        if tagger and isinstance(head, nn.Linear):
+            self.parts["unembed"], self.cfg.d_vocab_out = "classifier", head.out_features
         else:
             # Heads for masked tokens and for sequences transform what they read first.
             self.nonlinear_head = "unembed" in self.parts or kind.endswith("ForSequenceClassification")
