@@ -340,11 +340,12 @@ class ActivationCache(Mapping[str, Tensor]):
             residual_stack: (component, batch, pos, d_model), as ``decompose_resid`` and ``stack_head_results`` give it.
             layer: None, -1 or the number of blocks: the final norm.
             mlp_input: Not here.
-            pos_slice, batch_slice: The positions that the stack was cut to, and examples to keep.
+            pos_slice: The positions that the stack was cut to.
+            batch_slice: Examples to keep.
             has_batch_dim: Whether the stack still has its batch axis.
 
         Returns:
-            Of the stack's shape, with the examples of ``batch_slice``.
+            Of the stack's shape: (component, batch, pos, d_model).
 
         Raises:
             InputError: Another norm than the final one, or a norm whose scale can't be told from its values.
@@ -372,8 +373,8 @@ class ActivationCache(Mapping[str, Tensor]):
         Args:
             residual_stack: (component, batch, pos, d_model)
             tokens: The token whose logit it is: an id, text of one token, or ids (batch,) or (batch, pos).
-            incorrect_tokens: Tokens whose logits are subtracted.
-            pos_slice, batch_slice, has_batch_dim: As for ``apply_ln_to_stack``.
+            incorrect_tokens: Tokens whose logits are subtracted: an id, text, or ids (batch,) or (batch, pos).
+            pos_slice, batch_slice, has_batch_dim: As for ``ActivationCache.apply_ln_to_stack``.
 
         Returns:
             (component, batch, pos)

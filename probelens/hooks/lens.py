@@ -103,7 +103,7 @@ class TransformerLensMethods:
         """``add_hook`` with ``is_permanent=True``.
 
         Args:
-            Those of ``TransformerLensMethods.add_hook``, without ``is_permanent``.
+            Those of ``TransformerLensMethods.add_hook``, without ``is_permanent`` and ``prepend``.
         """
         self.add_hook(name, hook, dir, is_permanent=True)
 

@@ -189,7 +189,14 @@ class HookPoint:
         return self.during(pos=pos, length=length)
 
     def during(self, **now: Any) -> HookPoint:
-        """This point in one forward pass: the same name and ``ctx``, with some of the other fields set."""
+        """This point in one forward pass: the same name and ``ctx``, with some of the other fields set.
+
+        Args:
+            **now: Fields of the new point.
+
+        Returns:
+            A new hook point.
+        """
         point = object.__new__(HookPoint)
         point.__dict__.update(self.__dict__, **now)
         return point

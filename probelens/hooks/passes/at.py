@@ -155,6 +155,9 @@ def last_real(length: int | None, real: Tensor | None) -> Tensor:
         length: How many positions the sequence has.
         real: 1 for real tokens. (batch, length)
 
+    Returns:
+        Positions from the start. (batch,), or (1,) without a mask
+
     Raises:
         InputError: The length isn't known.
         ShapeError: A mask of another length, or an example that is all padding.
