@@ -271,3 +271,14 @@ def test_an_edit_of_the_encoder_reaches_every_generated_token(name: str) -> None
     for a, b, c in zip(got.scores, want.scores, plain.scores, strict=True):
         assert torch.allclose(a, b, atol=1e-5)
         assert not torch.allclose(a, c, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_a_mapping_of_the_forwards_arguments_is_verified_and_collected(name: str) -> None:
+    raw, model, x = made(name)
+    assert model.verify(x).ok
+    acts = pl.collect(model, x, ["encoder.blocks.1.hook_resid_post", "resid_post"])
+    with torch.no_grad():
+        out = raw(**x, output_hidden_states=True)
+    assert torch.allclose(acts["blocks.0.hook_resid_post"], out.decoder_hidden_states[1], atol=1e-5)
+    assert len(acts["encoder.blocks.1.hook_resid_post"]) == len(out.encoder_last_hidden_state)
