@@ -10,7 +10,7 @@ import functools
 import importlib.metadata
 import os
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ def wrap(module: Any, adapter: str | type[Adapter] | None = None, **options: Any
             model, a ``DataParallel`` or a PEFT model with LoRA or its like, the model inside.
         adapter: The adapter, by name or as a class; None to find it.
         **options: For the adapter: ``tokenizer=``, and for the generic one ``blocks=``, ``embed=``,
-            ``ln_final=``, ``unembed=`` (module paths).
+            ``ln_final=``, ``unembed=`` (module paths). ``output=``, for any module, is
+            a function from what it returns to its answer: (example, pos, class), (example, class) or (example,).
 
     Returns:
         The hooked model. Wrapping costs nothing until hooks are used.
@@ -60,6 +61,9 @@ def wrap(module: Any, adapter: str | type[Adapter] | None = None, **options: Any
             f"wrap() takes a model, not the class {module.__name__}: make one first, {module.__name__}(...)"
         )
     options = {k: v for k, v in options.items() if v is not None}
+    answer = options.pop("output", None)
+    if answer is not None and not callable(answer):
+        raise InputError(f"output={answer!r} must be a function of what the module returns, which gives a tensor")
     module = unwrap(module)
     passed: set[type[Adapter]] = set()
     while True:
@@ -75,12 +79,30 @@ def wrap(module: Any, adapter: str | type[Adapter] | None = None, **options: Any
             made = found.adapt(module, **options)
             model = HookedModel(made.module, made) if isinstance(made, Adapter) else made
         if isinstance(model, HookedModel):
+            if answer is not None:
+                model.adapter.output = _Answer(answer)  # type: ignore[method-assign]
             return model
         reason = f"it made a {type(model).__name__} of a {type(module).__name__}, which is no adapter"
         if adapter is not None:
             raise AdapterNotFoundError(f"adapter {found.name!r} can't be used: {reason}")
         _pass_over(found.name, reason)
         passed.add(found)
+
+
+class _Answer:
+    """The answer in what a module returns, by a function of the caller's."""
+
+    def __init__(self, fn: Callable[[Any], Any]) -> None:
+        self.fn = fn
+
+    def __call__(self, raw: Any) -> torch.Tensor:
+        found = self.fn(raw)
+        if not isinstance(found, torch.Tensor):
+            raise InputError(
+                f"output= must give a tensor (example, ...), got a {type(found).__name__} from what the module returned, a "
+                f"{type(raw).__name__}"
+            )
+        return found
 
 
 @functools.lru_cache(maxsize=1)

@@ -141,3 +141,25 @@ def test_what_has_no_meaning_is_refused_before_anything_runs(name: str, metric: 
     with pytest.raises(pl.InputError, match=text), case.model.hooks([(case.site, lambda x, hook: calls.append(1))]):
         pl.ablate_component(case.model, case.batch, case.site, "zero", metric, target=target)
     assert calls == []
+
+
+def test_the_answer_is_taken_out_of_anything_that_a_module_returns() -> None:
+    case = anything.case("classifier")
+
+    class Several(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = case.module
+
+        def forward(self, tokens: Tensor) -> dict[str, Any]:
+            return {"hidden": [tokens], "answers": (self.inner(tokens), "text")}
+
+    model = pl.wrap(Several().eval(), output=lambda out: out["answers"][0])
+    ours, theirs = (
+        pl.ablate_component(m, case.batch, case.site, "zero", target=case.target).rows[0] for m in (model, case.model)
+    )
+    assert ours["value"] == theirs["value"]
+    with pytest.raises(pl.InputError, match="must give a tensor"):
+        pl.wrap(Several().eval(), output=lambda out: out["answers"])(case.batch.tokens)
+    with pytest.raises(pl.InputError, match="must be a function"):
+        pl.wrap(Several().eval(), output="answers")
