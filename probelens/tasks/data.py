@@ -118,7 +118,7 @@ class Batch:
             model: The wrapped model, with its tokenizer.
             texts: Strings.
             labels: By name, one for each text (example,), or for each token (example, pos).
-            groups: As for ``Batch``.
+            groups: As for ``Batch``. (example,)
 
         Returns:
             The batch; ``pos="last"`` is then the last token of each text.
