@@ -154,11 +154,14 @@ def _run(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     from probelens.cli import profile_run
     from probelens.experiments import RunRecord, Store
+    from probelens.experiments.owner import owned
 
     folder = Path(args.folder)
     record = RunRecord.load(folder)
     if record.recipe == profile_run.NAME:
-        profile_run.report_again(folder)
+        profile_run.need_finished(folder)
+        with owned(folder):
+            profile_run.report_again(folder)
         return _show(_written(folder), args.json)
     recipe = _recipe(record.recipe)
     if not hasattr(recipe, "report"):
@@ -167,7 +170,8 @@ def _report(args: argparse.Namespace) -> int:
         )
     # The folder may have been moved, and what it says about its place is not to be trusted.
     config = restore(recipe.Config, {**record.config, "out": str(folder)})
-    recipe.report(config, record)
+    with owned(folder):
+        recipe.report(config, record)
     missing = sum(not Store(folder).done(key) for key in record.cells)
     if missing:
         what = f"{missing} of {len(record.cells)} models are not finished and not in the report"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from probelens.cli.profile_report import ProfileSettings, write
 from probelens.errors import InputError, StoreError
+from probelens.experiments.owner import owned
 from probelens.experiments.record import RunRecord, versions
 from probelens.experiments.settings import arguments
 from probelens.results.files import write_rows
@@ -62,6 +63,7 @@ def profile_model(
 ) -> Profile:
     """Profile a model and write ``profile.safetensors``, ``rows.parquet`` and ``report.html``; the report names ``source``."""
     from probelens.profiling import profile
+    from probelens.running.weights import weights_hash
 
     limit, length = model.cfg.n_ctx, settings.length + task.bos
     if limit and length > limit:
@@ -72,18 +74,33 @@ def profile_model(
         raise StoreError(f"{str(folder)!r} is a file, not a folder. Choose another run folder.")
     if (folder / "run.json").exists() and RunRecord.load(folder).recipe != NAME:
         raise StoreError(f"{str(folder)!r} holds a run of another recipe. Choose another run folder.")
-    config = {"model": source or model.cfg.model_name, "labels": list(labels or [task.target]), **asdict(settings)}
-    # Before the measurement: a folder that can't be written should be noticed now, not after it.
-    RunRecord(NAME, config, versions=versions()).save(folder)
-    options = asdict(settings)
-    n_pairs = options.pop("n_pairs")
-    found = profile(
-        model, task, labels=labels, pairs=_pairs(task, n_pairs, settings), untrained=_untrained(model),
-        progress=progress, **options,
-    )  # fmt: skip
-    found.save(folder / FILE)
-    report_again(folder)
+    config = {
+        "model": source or model.cfg.model_name, "weights": weights_hash(model), "task": dict(task.config),
+        "labels": list(labels or [task.target]), **asdict(settings),
+    }  # fmt: skip
+    record = RunRecord(NAME, config, versions=versions())
+    with owned(folder):
+        # Before the measurement: a folder that holds another profile, or can't be written, should be noticed now.
+        # Where nothing was finished, there is nothing to keep.
+        if (folder / FILE).exists():
+            record.start(folder, free=())
+        else:
+            record.save(folder)
+        options = asdict(settings)
+        n_pairs = options.pop("n_pairs")
+        found = profile(
+            model, task, labels=labels, pairs=_pairs(task, n_pairs, settings), untrained=_untrained(model),
+            progress=progress, **options,
+        )  # fmt: skip
+        found.save(folder / FILE)
+        report_again(folder)
     return found
+
+
+def need_finished(folder: Path) -> None:
+    """Refuse (StoreError) the folder of a profile that was interrupted."""
+    if not (folder / FILE).is_file():
+        raise StoreError(f"the profile in {str(folder)!r} is not finished. Run `probelens profile` again.")
 
 
 def report_again(folder: Path) -> Path:
@@ -93,8 +110,6 @@ def report_again(folder: Path) -> Path:
     from probelens.profiling import Profile
 
     record = RunRecord.load(folder)
-    if not (folder / FILE).is_file():
-        raise StoreError(f"the profile in {str(folder)!r} is not finished. Run `probelens profile` again.")
     found = Profile.load(folder / FILE)
     write_rows(folder / "rows.parquet", pd.DataFrame(rows(found)))
     return write(folder / "report.html", found, record)

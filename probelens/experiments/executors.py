@@ -205,8 +205,7 @@ class Processes(concurrent.futures.Executor):
             self._idle.put(pool)
 
     def _pool(self) -> concurrent.futures.ProcessPoolExecutor:
-        quiet = (signal.SIGINT, signal.SIG_IGN)
-        pool = concurrent.futures.ProcessPoolExecutor(1, self._context, initializer=signal.signal, initargs=quiet)
+        pool = concurrent.futures.ProcessPoolExecutor(1, self._context, initializer=_begin)
         self._pools.append(pool)
         return pool
 
@@ -229,6 +228,20 @@ class Processes(concurrent.futures.Executor):
         self._closed = True
         for pool in list(self._pools):
             pool.shutdown(wait=wait, cancel_futures=cancel_futures)
+
+
+def _begin() -> None:
+    """What a cell's process does first: ignore Ctrl-C, which its parent handles, and end when the parent is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    # A pool's process would otherwise finish its cell beside the next run's, and then wait for ever.
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 @contextlib.contextmanager

@@ -6,13 +6,14 @@ import concurrent.futures
 import contextlib
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from probelens.errors import InputError
 from probelens.experiments.executors import Local, Spec, current, named, opened
+from probelens.experiments.owner import owned
 from probelens.experiments.status import watching
 from probelens.experiments.store import Row, Store, cell_key
 from probelens.results.files import atomic_path
@@ -72,6 +73,7 @@ def run_grid(
 
     Raises:
         InputError: Two cells with the same config.
+        StoreError: Another run writes to the store's folder now.
         KeyboardInterrupt: Passed on. Finished cells are kept, and the next run continues.
     """
     configs = list(configs)
@@ -81,23 +83,36 @@ def run_grid(
     keys = [key for key, _ in planned]
     if len(set(keys)) != len(keys):
         raise InputError("two cells of the grid have the same config: give each a seed or a name of its own")
-    report = GridReport(keys, found=[key for key in keys if store.done(key)])
-    todo = [(key, config) for key, config in planned if key not in report.found]
-    if not todo:
-        return report
+    if all(map(store.done, keys)):
+        return GridReport(keys, found=keys)
     given = current() if executor is None else named(executor) if isinstance(executor, str) else executor
+    with owned(store.folder):
+        # Only now: another run may have ended a moment ago.
+        report = GridReport(keys, found=[key for key in keys if store.done(key)])
+        todo = [(key, config) for key, config in planned if key not in report.found]
+        if not todo:
+            return report
+        in_process = isinstance(given, Local) and (workers == 1 or (executor is None and len(todo) == 1))
+        _run_missing(run_cell, todo, store, report, None if in_process else given, workers, threads, progress)
+    return report
+
+
+def _run_missing(
+    run_cell: RunCell, todo: Sequence[tuple[str, dict[str, Any]]], store: Store, report: GridReport,
+    given: concurrent.futures.Executor | Spec | None, workers: int | None, threads: int, progress: bool,
+) -> None:  # fmt: skip
+    """Run cells with an executor, or in this process, and note how each ended."""
     names = {str(config.get("name", key)): store.cell(key) for key, config in todo}
     with watching(names, progress):
-        if isinstance(given, Local) and (workers == 1 or (executor is None and len(todo) == 1)):
+        if given is None:
             for key, config in todo:
                 _note(report, key, _guarded(run_cell, config, store.folder, key, None))
-            return report
+            return
         folder = store.folder.absolute()  # a worker may have been started in another one
         with opened(given, folder, workers, len(todo)) as pool:
             waiting = {pool.submit(_guarded, run_cell, config, folder, key, threads): key for key, config in todo}
             for future in concurrent.futures.as_completed(waiting):
                 _note(report, waiting[future], _outcome(future, store, waiting[future]))
-    return report
 
 
 def _outcome(future: concurrent.futures.Future[Any], store: Store, key: str) -> str | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from probelens.errors import ProbelensError, StoreError
 from probelens.experiments.grid import RunCell, run_grid
+from probelens.experiments.owner import owned
 from probelens.experiments.record import RunRecord, versions
 from probelens.experiments.store import Store, cell_key
 from probelens.results.files import write_rows
@@ -27,10 +28,11 @@ def run_recipe(
     """
     store = Store(config.out)
     record = RunRecord(name, dataclasses.asdict(config), [cell_key(cell) for cell in cells], versions())
-    record.start(store.folder, free=free)
-    done = run_grid(run_cell, cells, store, workers=config.workers, progress=progress)
-    if any(map(store.done, record.cells)):
-        report(record)
+    with owned(store.folder):
+        record.start(store.folder, free=free)
+        done = run_grid(run_cell, cells, store, workers=config.workers, progress=progress)
+        if any(map(store.done, record.cells)):
+            report(record)
     if done.failed:
         lines = [
             f"{error.strip().splitlines()[-1]} ({store.cell(key) / 'error.txt'})" for key, error in done.failed.items()

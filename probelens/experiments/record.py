@@ -93,7 +93,7 @@ class RunRecord:
                 what = "; ".join(changed) or f"recipe {before.recipe!r} there, {self.recipe!r} now"
                 raise InputError(
                     f"{str(folder)!r} holds a run with other settings ({what}). "
-                    "Choose another folder with --set out=FOLDER, or remove this one."
+                    "Choose another folder with --out FOLDER, or remove this one."
                 )
         return self.save(folder)
 

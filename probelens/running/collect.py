@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError, ShapeError, StoreError, UnknownHookError
-from probelens.hooks.forwards import hooked_by_hand, stored
+from probelens.hooks.forwards import hooked_by_hand
 from probelens.hooks.inputs import reads_both_ways
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped, resolve
@@ -29,6 +29,7 @@ from probelens.running.faster_forwards import faster_forwards
 from probelens.running.inputs import inputs_of
 from probelens.running.shapes import one_row_each, positions_at
 from probelens.running.stream import RECORD, Stream, need_storable
+from probelens.running.weights import add_weights
 from probelens.tasks.examples import Examples
 
 __all__ = ["Activations", "collect"]
@@ -405,28 +406,8 @@ def _key(
         digest.update(content)
     if attention is not None:
         digest.update(attention.bool().cpu().contiguous().numpy().tobytes())
-    with model.evaluating():
-        model.adapter.apply_lazy_rescaling()
-    for name, kind in _state(model.module):
-        value = stored(model.module, name)
-        digest.update(f"{name} {kind}".encode())
-        if value is not None:
-            value = value.detach().cpu().contiguous()
-            digest.update(f"{value.dtype} {list(value.shape)}".encode())
-            numbers: Any = value.flatten().view(torch.uint8).numpy()
-            digest.update(numbers)
+    add_weights(digest, model)
     return digest.hexdigest()
-
-
-def _state(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """Parameters and buffers: all that a run depends on, but for what the length of the last run leaves behind."""
-    for name, _ in module.named_parameters():
-        yield name, "parameter"
-    for name, _ in module.named_buffers():
-        owner = module.get_submodule(name.rpartition(".")[0])
-        rope = str(getattr(owner, "rope_type", ""))
-        if not ("dynamic" in rope or "longrope" in rope):
-            yield name, "buffer"
 
 
 def _need_unhooked(model: HookedModel) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,8 +22,11 @@ import pandas as pd
 import pytest
 import torch
 import zoo
+from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import probelens as pl
 from probelens.cli import profile_run as _profile_run
@@ -365,8 +369,6 @@ def test_profile_writes_results_rows_and_report(profiled: Path, models: Path) ->
 
 
 def test_report_makes_the_same_page_again_from_a_moved_folder(run: Any, profiled: Path, tmp_path: Path) -> None:
-    import shutil
-
     moved = tmp_path / "moved"
     shutil.copytree(profiled, moved)
     for name in ("report.html", "rows.parquet"):
@@ -439,6 +441,50 @@ def test_profile_leaves_other_folders_alone(run: Any, models: Path, tmp_path: Pa
     assert [p.name for p in (tmp_path / "other").iterdir()] == ["run.json"]
 
 
+def test_a_profile_is_not_written_over_by_that_of_another_model_or_with_other_settings(
+    run: Any, profiled: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, other = tmp_path / "p", tmp_path / "other"
+    shutil.copytree(profiled, folder)
+    shutil.copytree(models / "gru", other)
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    monkeypatch.setattr("probelens.profiling.profile", lambda *a, **k: pytest.fail("measured before it was refused"))
+    state = load_file(other / "model.safetensors")
+    with safe_open(other / "model.safetensors", "pt") as file:
+        header = {key: value for key, value in file.metadata().items() if key != "probelens.crc32"}
+    save_file({key: value + 1e-3 for key, value in state.items()}, other / "model.safetensors", metadata=header)
+    shutil.copytree(models / "gru", tmp_path / "kept")
+    shutil.rmtree(models / "gru")
+    shutil.copytree(other, models / "gru")  # other weights under the same name
+    try:
+        found = run("profile", models / "gru", "--length", "12", "--out", folder, *SMALL_FLAGS)
+    finally:
+        shutil.rmtree(models / "gru")
+        shutil.copytree(tmp_path / "kept", models / "gru")
+    assert (found.status, "weights=" in found.err, "--out FOLDER" in found.err) == (2, True, True), found.err
+    found = run("profile", models / "gru", "--length", "11", "--out", folder, *SMALL_FLAGS)
+    assert (found.status, "length=12 there, 11 now" in found.err) == (2, True), found.err
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+
+    def interrupted(*a: Any, **k: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("probelens.profiling.profile", interrupted)
+    found = run("profile", models / "gru", "--length", "12", "--out", folder, *SMALL_FLAGS)
+    assert found.status == 130, "the control: the same profile is measured again"
+    kept = {p.name: p.read_bytes() for p in folder.iterdir()}
+    assert all(kept[name] == before[name] for name in ("profile.safetensors", "rows.parquet", "report.html"))
+    assert run("profile", models / "gru", "--length", "9", "--out", tmp_path / "new", *SMALL_FLAGS).status == 130
+    assert run("profile", models / "gru", "--length", "8", "--out", tmp_path / "new", *SMALL_FLAGS).status == 130, (
+        "nothing was finished there, so there is nothing to keep"
+    )
+    with FileLock(folder / "run.lock"):
+        for words in (["report", folder], ["profile", models / "gru", "--length", "12", "--out", folder, *SMALL_FLAGS]):
+            found = run(*words)
+            assert found.status == 2
+            assert "is being written by another run" in found.err
+
+
 def test_the_default_folder_of_a_profile_stays_below_runs(
     run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -483,7 +529,7 @@ def test_report_of_a_folder_that_is_no_run(run: Any, tmp_path: Path, text: str |
     assert found.status in (1, 2)
     assert says in found.err
     assert "Traceback" not in found.err
-    assert [p.name for p in tmp_path.iterdir()] == ([] if text is None else ["run.json"])
+    assert {p.name for p in tmp_path.iterdir()} - {"run.lock"} == (set() if text is None else {"run.json"})
 
 
 def test_a_run_folder_cannot_send_its_report_elsewhere(

@@ -60,6 +60,7 @@ for line in sys.stdin:
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "run.json": lambda p: RunRecord.load(p.parent),
+    "run.lock": lambda p: None,
     "config.json": lambda p: Store(p.parents[2]).config(p.parent.name),
     "status.json": lambda p: json.loads(p.read_text()),
     "rows.parquet": pd.read_parquet,

@@ -200,7 +200,7 @@ def test_a_folder_of_a_run_with_other_settings_is_refused_and_kept(
     assert main([*WORDS, "--set", "seed=1", "--out", str(story.folder)]) == 2
     told = capsys.readouterr().err
     assert "seed=0 there, 1 now" in told
-    assert "--set out=FOLDER" in told
+    assert "--out FOLDER" in told
     assert statuses(story.folder) == before
 
 

@@ -20,6 +20,14 @@ def square(config: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
     return [{"x": config["x"], "y": config["x"] ** 2, "part": i} for i in range(2)]
 
 
+def numbered(config: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """A cell that says which process runs it, and takes two minutes."""
+    (folder / "pid.part").write_text(str(os.getpid()))
+    (folder / "pid.part").rename(folder / "pid")
+    time.sleep(120)
+    return [{"x": config["x"]}]
+
+
 def mortal(config: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
     """`square`, but its process is killed in the middle of the first ``deaths`` runs."""
     grave = folder / "deaths.txt"
