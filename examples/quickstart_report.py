@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,14 +53,22 @@ def write(store: Store, cells: Sequence[tuple[Mapping[str, Any], Path]], config:
         f"Small language models, {names}, were trained to read sequences of {config.length} brackets of two types, "
         "nested at most ten deep, and to answer at every position how many brackets are open and which type the "
         "innermost one has. Below: where in each model these two variables can be read, whether removing them hurts, "
-        "and whether putting them back repairs the answer. A variable that can be read need not be used."
+        "whether putting them back repairs the answer, and whether the answer follows when only their directions are taken "
+        "from another run. A variable that can be read need not be used."
     )
     needed = [_needed(cell, config) for cell in found]
     return write_report(
         store.folder / "report.html",
         title="Nested brackets: where depth and innermost bracket are kept",
         lead=lead,
-        sections=[_behaviour(found, config), _readable(found), *needed, _sufficient(found)],
+        sections=[
+            _answers(found),
+            _behaviour(found, config),
+            _readable(found),
+            *needed,
+            _sufficient(found),
+            _used(found),
+        ],
         findings=[sentence for cell in found for sentence in findings(cell)],
         measured={
             "Task": "Dyck-2, at most 10 deep, with no-op tokens (probability 0.2): legal prefixes of nested brackets",
@@ -82,49 +89,19 @@ def findings(cell: Cell) -> list[str]:
     found = cell.profile
     late = f"{found.behaviour['late']:.1%} of positions after the 20th correctly at the length it was trained on"
     out = [f"{cell.name}: answers {late}."]
-    for label in found.probes.labels:
-        index, best = found.indices[label], found.probes.best(label)
-        first = found.probes.row(found.probes.sites[0], label)
-        sentence = (
-            f"{cell.name}, {SAYS[label]}: read best at {_place(best)} with {best['accuracy']:.1%} "
-            f"(embedding {first['accuracy']:.1%}, best guess without a state {found.baseline[label]:.1%}"
-        )
-        if best.get("untrained") is not None:
-            sentence += f", untrained model there {best['untrained']:.1%}"
-        out.append(f"{sentence}); the profile is {index.verdict}.")
-        out.append(f"{cell.name}, {SAYS[label]}: {_ablated(found.ablations[label])}")
-    return out
+    return out + [f"{cell.name}, {line.strip()}" for label in found.probes.labels for line in found.said(label)[:1]]
 
 
-def _place(row: Mapping[str, Any]) -> str:
-    return "the embedding" if row["layer"] == -1 else f"layer {row['layer']}"
-
-
-def _ablated(result: pl.AblationResult) -> str:
-    targets = result.targets()
-    if all(row["verdict"] == "floor" for row in targets):
-        return "the model has not learned the task well enough for an ablation to cost anything."
-    worst = max(targets, key=lambda row: row["drop"])
-    random = []
-    for kind, said in (("random", "of equal rank"), ("random_matched", "that remove equal variance")):
-        drops = [r["drop"] for r in result.rows if r["site"] == worst["site"] and r["condition"] == kind]
-        if drops:
-            random.append(f"{said} {100 * sum(drops) / len(drops):.0f}")
-    text = f"removing the probe's subspace costs most at {_place(worst)}, {100 * worst['drop']:.0f} points of accuracy"
-    if random:
-        text += f" (random subspaces {', '.join(random)})"
-    count = Counter(row["verdict"] for row in targets)
-    recovered = count["inconclusive"]
-    text += f"; at {recovered} of {len(targets) - count['tautological']} layers a refitted probe still reads it"
-    if recovered:
-        text += ", so a drop there does not show that the model needs this subspace"
-    if count["absent"]:
-        text += f"; at {count['absent']} no probe reads it in the first place"
-    if count["underpowered"]:
-        text += (
-            f"; at {count['underpowered']} no probe reads it, but with so few sequences none could read a small residue"
-        )
-    return text + "."
+def _answers(cells: Sequence[Cell]) -> Section:
+    found = [cell.profile.answers().drop(columns=["site"]).assign(model=cell.name) for cell in cells]
+    rows = pd.concat(found)
+    return Section(
+        "Four questions",
+        "Readable, needed, sufficient, used: one row a layer, each answer beside the number that it rests on.",
+        [],
+        [Table("The four answers by layer", rows[["model", *rows.columns[:-1]]], open=True)],
+        explain=("questions", "layers"),
+    )
 
 
 def _behaviour(cells: Sequence[Cell], config: Any) -> Section:
@@ -182,32 +159,35 @@ def _readable(cells: Sequence[Cell]) -> Section:
 def _needed(cell: Cell, config: Any) -> Section:
     charts = [
         Chart(
-            result.plot(),
-            f"{cell.name}: what removing the probe's subspace for {SAYS[label]} costs at each layer, beside random "
-            f"subspaces ({config.controls} draws each) and, below, what a probe still reads afterwards.",
+            cell.profile.plot_needed(label),
+            f"{cell.name}: what removing the class means of {SAYS[label]} costs at each layer, beside the probe's own rows "
+            "and random subspaces and, below, what a probe still reads afterwards.",
             name=f"needed-{cell.name.lower()}-{label}",
         )
-        for label, result in cell.profile.ablations.items()
+        for label in cell.profile.ablations
     ]
     columns = {
-        "layer": "layer", "rank": "rank", "drop": "drop", "drop lo": "lo", "drop hi": "hi", "probe": "probe_accuracy",
+        "layer": "layer", "directions": "directions", "rank": "rank", "variance": "variance", "drop": "drop", "drop lo": "lo", "drop hi": "hi", "probe": "probe_accuracy",
         "refit": "refit_accuracy", "refit MLP": "refit_mlp_accuracy", "baseline": "baseline", "effect": "effect",
-        "verdict": "verdict",
+        "needed": "needed", "verdict": "verdict",
     }  # fmt: skip
     rows = [
-        {"label": label, **{name: row[column] for name, column in columns.items()}}
-        for label, result in cell.profile.ablations.items()
+        {"label": label, **{name: row.get(column) for name, column in columns.items()}}
+        for found in (cell.profile.ablations, cell.profile.filters)
+        for label, result in found.items()
         for row in result.targets()
     ]
     text = (
-        "Does the answer get worse when the variable is taken out? The probe's subspace is removed at one layer at a "
-        "time and the accuracy of the model's answers is measured again, on sequences that no probe has seen."
+        "Does the answer get worse when the variable is taken out? The span of its class means is removed at one layer at a "
+        "time and the accuracy of the model's answers is measured again, on sequences that no probe has seen. Beside it "
+        "stands what removing the probe's own rows costs: what a probe reads with need not be where the variable lies."
     )
     note = (
         "Read the two panels together. Where the refitted probe stays high, the variable is still there after the "
         "ablation, and the drop says nothing about necessity, large or small. Where random subspaces cost as much, the "
         "drop does not belong to this variable. `tautological` marks layers that the answer is read from directly, "
-        "`absent` those where nothing could be read before the ablation either."
+        "`absent` those where nothing could be read before the ablation either, `underpowered` those where nothing is read "
+        "afterwards but a small residue would not be either."
     )
     tables, explain = [Table(f"{cell.name}: ablations by layer", rows)], ("ablation", "refit", "random", "tautological")
     return Section(f"Needed: {cell.name}", text, charts, tables, note, explain)
@@ -238,3 +218,22 @@ def _sufficient(cells: Sequence[Cell]) -> Section:
     )
     explain = ("patching", "recovery", "vacuous")
     return Section("Sufficient", text, charts, note="\n\n".join([note, *missing]), explain=explain)
+
+
+def _used(cells: Sequence[Cell]) -> Section:
+    charts, rows = [], []
+    columns = ("layer", "rank", "n", "iia", "iia_lo", "iia_hi", "p_adjusted", "verdict")
+    for cell in cells:
+        for label, result in cell.profile.interchanges.items():
+            caption = (
+                f"{cell.name}: share of pairs whose answer becomes that of the other run when only the span of the class "
+                f"means of {SAYS[label]} is taken from it, at all positions; beside it everything, everything but that span, "
+                "and random subspaces."
+            )
+            charts.append(Chart(result.plot(), caption, name=f"used-{cell.name.lower()}-{label}"))
+            rows += [{"model": cell.name, "label": label, **{k: r.get(k) for k in columns}} for r in result.targets()]
+    text = (
+        "Does the model follow? Two runs differ in the variable. Only the part of the activation in the span of the class "
+        "means is taken from the one and put into the other."
+    )
+    return Section("Used", text, charts, [Table("Interchanges by layer", rows)], explain=("interchange",))

@@ -10,7 +10,6 @@ from probelens.errors import MetricError
 from probelens.experiments.record import RunRecord
 from probelens.profiling import Profile
 from probelens.results.report import Chart, Section, Table, write_report
-from probelens.results.sentences import layers
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,12 @@ def write(path: Path, found: Profile, record: RunRecord) -> Path:
     names = ", ".join(labels)
     return write_report(
         path,
-        title=f"{found.model} on {task}: where {names} can be read, is needed, suffices",
+        title=f"{found.model} on {task}: where {names} can be read, is needed, suffices, is used",
         lead=(
             f"The model {found.model} reads sequences of the task {task}. Below: at which layer {names} can be read by a "
-            "linear probe, whether removing what the probe reads hurts the model's answers, and whether putting one "
-            "activation back repairs them. A variable that can be read need not be used."
+            "linear probe, whether removing the directions in which its classes differ hurts the model's answers, whether "
+            "putting one activation back repairs them, and whether the answer follows when only those directions are taken "
+            "from another run. A variable that can be read need not be used."
         ),
         findings=[sentence for label in labels for sentence in _findings(found, label)],
         measured={
@@ -53,7 +53,10 @@ def write(path: Path, found: Profile, record: RunRecord) -> Path:
             f"for ablations, up to {record.config.get('n_pairs')} clean/corrupted pairs",
             "Seeds": "one model: intervals are over sequences and say nothing about another training run",
         },
-        sections=[_readable(found), *(_needed(found, label) for label in found.ablations), *_sufficient(found)],
+        sections=[
+            _answers(found), _readable(found), *(_needed(found, label) for label in found.ablations), *_sufficient(found),
+            *_used(found),
+        ],
         config={**record.config, "task": found.task},
         versions=record.versions,
         reproduce=_command(found, record),
@@ -61,20 +64,17 @@ def write(path: Path, found: Profile, record: RunRecord) -> Path:
 
 
 def _findings(found: Profile, label: str) -> list[str]:
-    best, first = found.probes.best(label), found.probes.row(found.probes.sites[0], label)
-    text = (
-        f"{label}: read best at {layers([best['layer']])} with {best['accuracy']:.1%} (embedding {first['accuracy']:.1%}, best guess "
-        f"without a state {found.baseline[label]:.1%}); the profile is {found.indices[label].verdict}."
+    return [line.strip() for line in found.said(label)]
+
+
+def _answers(found: Profile) -> Section:
+    return Section(
+        "Four questions",
+        "Readable, needed, sufficient, used: one row a layer, each answer beside the number that it rests on.",
+        [],
+        [Table("The four answers by layer", found.answers().drop(columns=["site"]), open=True)],
+        explain=("questions", "layers"),
     )
-    targets = found.ablations[label].targets() if label in found.ablations else []
-    if not targets:
-        return [text]
-    worst = max(targets, key=lambda row: row["drop"])
-    return [
-        text,
-        f"{label}: removing the probe's subspace costs most at {layers([worst['layer']])}, {100 * worst['drop']:.0f} points of accuracy "
-        f"(verdict there: {worst['verdict']}).",
-    ]
 
 
 def _readable(found: Profile) -> Section:
@@ -96,14 +96,16 @@ def _readable(found: Profile) -> Section:
 
 def _needed(found: Profile, label: str) -> Section:
     result = found.ablations[label]
-    columns = ("layer", "rank", "drop", "lo", "hi", "probe_accuracy", "refit_accuracy", "refit_mlp_accuracy",
-               "baseline", "effect", "verdict")  # fmt: skip
+    columns = ("layer", "rank", "variance", "between_variance", "drop", "lo", "hi", "probe_accuracy", "refit_accuracy",
+               "refit_mlp_accuracy", "baseline", "effect", "effect_lo", "effect_hi", "effect_p_adjusted", "needed",
+               "verdict")  # fmt: skip
     rows = [{key: row.get(key) for key in columns} for row in result.targets()]
     return Section(
         f"Needed: {label}",
-        "Do the answers get worse when the variable is taken out? The probe's subspace is removed at one layer at a time, "
-        "on sequences that no probe has seen.",
-        [Chart(result.plot(), f"What removing the probe's subspace for {label} costs at each layer.", name=f"needed-{label}")],
+        "Do the answers get worse when the variable is taken out? The span of its class means is removed at one layer at a "
+        "time, on sequences that no probe has seen. Beside it stands what removing the probe's own rows costs: what a probe "
+        "reads with need not be where the variable lies.",
+        [Chart(found.plot_needed(label), f"What removing the class means of {label} costs at each layer.", name=f"needed-{label}")],
         [Table(f"{label}: ablations by layer", rows)],
         "Where the refitted probe stays high, the variable is still there after the ablation, and the drop says nothing "
         "about necessity. Where random subspaces cost as much, the drop does not belong to this variable. `absent` marks "
@@ -133,6 +135,27 @@ def _sufficient(found: Profile) -> list[Section]:
         "copied into the corrupted run, and the answer at the last position is read again."
     )
     return [Section("Sufficient", text, charts, note="\n\n".join(missing), explain=("patching", "recovery", "vacuous"))]
+
+
+def _used(found: Profile) -> list[Section]:
+    charts, tables = list[Chart](), list[Table]()
+    columns = ("layer", "rank", "n", "iia", "iia_lo", "iia_hi", "recovery", "p_adjusted", "verdict")
+    for label, result in found.interchanges.items():
+        caption = (
+            f"Share of pairs whose answer becomes that of the other run when only the span of the class means of {label} is "
+            "taken from it, by layer, at all positions; beside it everything, everything but that span, and random subspaces."
+        )
+        charts.append(Chart(result.plot(), caption, name=f"used-{label}"))
+        tables.append(
+            Table(f"{label}: interchanges by layer", [{k: row.get(k) for k in columns} for row in result.targets()])
+        )
+    if not charts:
+        return []
+    text = (
+        "Does the model follow? Two runs differ in the variable. Only the part of the activation in the span of the class "
+        "means is taken from the one and put into the other."
+    )
+    return [Section("Used", text, charts, tables, explain=("interchange",))]
 
 
 def _command(found: Profile, record: RunRecord) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,7 +35,7 @@ def frozen(model: HookedModel) -> Iterator[None]:
     """Gradients inside the block for what hooks put in, none for weights; in eval mode, all as before at the end."""
     flags = [(p, p.requires_grad) for p in model.module.parameters() if p.is_leaf]
     # Recurrent kernels of cuDNN have a backward pass in training mode only, and oneDNN's take no frozen weights in bfloat16.
-    backends = (torch.backends.cudnn, torch.backends.mkldnn)
+    backends: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.mkldnn)
     recurrent = any(isinstance(m, nn.RNNBase) for m in model.module.modules())
     enabled = [backend.enabled for backend in backends]
     try:

@@ -361,7 +361,7 @@ def test_profile_writes_results_rows_and_report(profiled: Path, models: Path) ->
     assert found.task == pl.tasks.Dyck(k=2, max_depth=3, bos=True).config, "the task that training recorded"
     assert list(found.indices) == ["depth"]
     rows = pd.read_parquet(profiled / "rows.parquet")
-    assert set(rows["kind"]) == {"behaviour", "probe", "ablation", "patch"}
+    assert set(rows["kind"]) == {"behaviour", "probe", "ablation", "filter", "patch", "interchange"}
     assert {"task", "untrained"} <= set(rows["control"].dropna()), "a formal model is compared with an untrained one"
     page = (profiled / "report.html").read_text()
     for text in ("depth", "Readable", "Needed: depth", "Sufficient", "max_depth=3", str(models / "gru")):

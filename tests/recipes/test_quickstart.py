@@ -12,7 +12,6 @@ from typing import Any
 
 import pandas as pd
 import pytest
-import torch
 
 import probelens as pl
 from probelens.cli.main import main
@@ -96,7 +95,7 @@ def test_every_number_is_in_the_rows(story: SimpleNamespace) -> None:
     rows = pd.read_parquet(story.folder / "rows.parquet")
     assert set(rows["model"]) == {"LSTM", "Transformer"}
     counts = rows.groupby(["model", "kind"]).size().unstack()
-    assert set(counts.columns) == {"training", "behaviour", "probe", "ablation", "patch"}
+    assert set(counts.columns) == {"training", "behaviour", "probe", "ablation", "filter", "patch", "interchange"}
     assert counts.notna().all().all(), "each kind of each model"
     probes = rows[rows["kind"] == "probe"]
     assert set(probes["label"]) == {"depth", "top"}
@@ -112,7 +111,7 @@ def test_the_report_says_what_was_measured_and_asks_the_network_for_nothing(stor
     page = (story.folder / "report.html").read_text()
     text = re.sub(r"<script.*?</script>", "", page, flags=re.S)
     for wanted in ("LSTM", "Transformer", "Dyck-2", "depth", "top of stack", "Readable", "Needed: LSTM",
-                   "Needed: Transformer", "Sufficient", "30 for probes", "probelens run quickstart --set", "--set steps=30"):  # fmt: skip
+                   "Needed: Transformer", "Sufficient", "Used", "Four questions", "30 for probes", "probelens run quickstart --set", "--set steps=30"):  # fmt: skip
         assert wanted in text, wanted
     assert text.count("<h1") == 1
     assert not re.search(r"""(src|href|action|data|poster)\s*=\s*["']?\s*(https?:)?//""", text, re.I)
@@ -202,20 +201,3 @@ def test_a_folder_of_a_run_with_other_settings_is_refused_and_kept(
     assert "seed=0 there, 1 now" in told
     assert "--out FOLDER" in told
     assert statuses(story.folder) == before
-
-
-def test_layers_where_nothing_could_be_read_are_told_from_those_where_a_probe_recovered() -> None:
-    from probelens.examples.quickstart_report import _ablated
-
-    def said(*verdicts: str) -> str:
-        rows = [
-            {"site": f"s{i}", "layer": i, "condition": "target", "drop": 0.1 * i, "verdict": verdict}
-            for i, verdict in enumerate(verdicts)
-        ]
-        nothing = torch.zeros(len(rows), 1)
-        return _ablated(pl.AblationResult(rows, nothing, nothing[0], nothing, nothing[0]))
-
-    text = said("absent", "erased", "inconclusive", "tautological")
-    assert "at 1 of 3 layers a refitted probe still reads it" in text
-    assert text.endswith("; at 1 no probe reads it in the first place.")
-    assert "first place" not in said("erased", "erased")

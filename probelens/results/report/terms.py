@@ -7,10 +7,11 @@ __all__ = ["TERMS"]
 #: Key -> (heading, text). A section names the keys it needs in ``Section.explain``.
 TERMS: dict[str, tuple[str, str]] = {
     "questions": (
-        "Readable, needed, sufficient",
-        "Three questions with three methods. Readable: can a simple classifier (a probe) read the "
+        "Readable, needed, sufficient, used",
+        "Four questions with four methods. Readable: can a simple classifier (a probe) read the "
         "variable off the activations? Needed: does the model do worse when the variable is removed "
-        "(ablation)? Sufficient: does putting it back restore the behaviour (patching)? One answer does "
+        "(ablation)? Sufficient: does putting it back restore the behaviour (patching)? Used: does the answer follow "
+        "when only the variable's directions are taken from another run (interchange)? One answer does "
         "not imply another: a variable can be readable everywhere and used nowhere.",
     ),
     "layers": (
@@ -101,6 +102,14 @@ TERMS: dict[str, tuple[str, str]] = {
         "last block, only the position that is read reaches the output: patching there recovers exactly 1, at any "
         "other position exactly 0. Positions before the edited token are equal in both runs of a model that reads left "
         "to right and recover 0. Evidence is in the cells between.",
+    ),
+    "interchange": (
+        "Interchange",
+        "Two inputs differ in the variable. The model runs on one of them, and at one layer the part of the activation in "
+        "a subspace is replaced by what the other run has there. The accuracy of the interchange is the share of pairs, of "
+        "those both runs answer correctly, whose answer becomes the other run's. The variable is used there if the answer "
+        "follows its subspace and follows neither everything but that subspace nor random subspaces. Swapping everything "
+        "at all positions moves every answer by construction, so that is a ceiling and no evidence.",
     ),
     "selectivity": (
         "Selectivity",

@@ -1,0 +1,114 @@
+"""The four answers of a profile at one site: readable, needed, sufficient, used, each with the numbers it rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from probelens.errors import MetricError
+from probelens.patching.result import PatchResult
+from probelens.results.columns import Column
+
+__all__ = ["ANSWERS", "BY_CONSTRUCTION", "MARGIN", "interchanged", "needed", "patched", "readable"]
+
+Answer = Literal["yes", "no", "can't tell"]
+MARGIN = 0.02  # above its best baseline a probe's accuracy reads nothing
+HALF = 0.5
+BY_CONSTRUCTION = (
+    "by_construction"  # in a patch result's ``extra``: cells, as [site, position], whose recovery is 1 anyway
+)
+_SHARE = "fraction of 1"
+
+ANSWERS = (
+    Column("readable", str, '"yes" where the probe\'s interval is over its best baseline + 0.02, "no" where it is not above.'),
+    Column(
+        "needed", str | None,
+        '"yes" where removing the class means costs more than its controls do, by the adjusted p and the interval of the '
+        'effect; "no" or "can\'t tell"; None without an ablation there.',
+    ),
+    Column(
+        "sufficient", str | None,
+        '"yes" where one patched position restores half of the gap or more, by its interval; cells that are 1 by '
+        "construction don't count; None without pairs.",
+    ),
+    Column(
+        "used", str | None,
+        '"yes" where the answer follows the class means of another run and nothing else does it (verdict "used"), and '
+        'the label can be read there; "no" where it doesn\'t; "can\'t tell"; None without pairs that differ in the label.',
+    ),
+    Column("baseline", float, "The best guess of the label without its state.", _SHARE),
+    Column("filter_drop", float | None, "What removing the probe's own rows costs.", _SHARE),
+    Column("filter_refit_accuracy", float | None, "Accuracy of a linear probe fitted after that.", _SHARE),
+    Column("recovery", float | None, "Largest share of the gap that one patched position restores.", "fraction of the gap"),
+    Column("recovery_lo", float | None, "Lower end of its 95 % interval.", "fraction of the gap"),
+    Column("recovery_hi", float | None, "Upper end of it.", "fraction of the gap"),
+    Column("recovery_pos", str | None, "That position."),
+    Column("iia", float | None, "Pairs whose answer becomes the source's when only the class means' span is swapped.", _SHARE),
+    Column("iia_lo", float | None, "Lower end of its 95 % interval.", _SHARE),
+    Column("iia_hi", float | None, "Upper end of it.", _SHARE),
+    Column("iia_complement", float | None, "The same when everything but that is swapped.", _SHARE),
+    Column("interchange", str | None, "Verdict of the interchange; see `interchange`."),
+)  # fmt: skip
+
+
+def _answer(low: float | None, high: float | None, bound: float) -> Answer:
+    """Whether a number with this interval is above a bound."""
+    if low is None or high is None or low != low or high != high:
+        return "can't tell"
+    return "yes" if low > bound else "no" if high <= bound else "can't tell"
+
+
+def readable(row: Mapping[str, Any], baseline: float) -> dict[str, Any]:
+    """Whether a probe reads more than the best guess without a state."""
+    guess = max([baseline, *(row[k] for k in ("majority", "position", "last_w") if row.get(k) is not None)])
+    return {"readable": _answer(row["lo"], row["hi"], guess + MARGIN), "baseline": guess}
+
+
+def needed(target: Mapping[str, Any] | None, beside: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What removing the class means says, and what the probe's own rows cost."""
+    out: dict[str, Any] = {"needed": None if target is None else target["needed"]}
+    if beside is not None:
+        out.update(
+            filter_drop=beside["drop"], filter_refit_accuracy=beside.get("refit_accuracy"),
+        )  # fmt: skip
+    return out
+
+
+def patched(result: PatchResult | None, site: str) -> dict[str, Any]:
+    """Whether one patched position restores the answer, by the cells that aren't 1 by construction."""
+    out: dict[str, Any] = dict.fromkeys(("sufficient", "recovery", "recovery_lo", "recovery_hi", "recovery_pos"))
+    if result is None or site not in result.sites:
+        return out
+    i = result.sites.index(site)
+    anyway = {j for at, j in result.extra.get(BY_CONSTRUCTION, ()) if at == i}
+    try:
+        recovery, (low, high) = result.recovery(), result.interval()
+    except MetricError:  # no pair that both runs answer, or no gap: the patch's own findings say which
+        return {**out, "sufficient": "can't tell"}
+    cells = [j for j in range(len(result.positions)) if j not in anyway]
+    if not cells:
+        return {**out, "sufficient": "can't tell"}
+    j = max(cells, key=lambda j: recovery[i, j].item())
+    found = [x[i, j].item() for x in (recovery, low, high)]
+    return {
+        "sufficient": _answer(found[1], found[2], HALF), "recovery": found[0], "recovery_lo": found[1],
+        "recovery_hi": found[2], "recovery_pos": result.positions[j],
+    }  # fmt: skip
+
+
+def interchanged(rows: Sequence[Mapping[str, Any]], site: str, readable: str) -> dict[str, Any]:
+    """Whether the answer follows the class means of another run, where they are means of something that can be read.
+
+    Where the label can't be read, its class means differ by what goes with it, such as the token at the same position.
+    """
+    here = {row["condition"]: row for row in rows if row["site"] == site}
+    out: dict[str, Any] = dict.fromkeys(("used", "iia", "iia_lo", "iia_hi", "iia_complement", "interchange"))
+    if "target" not in here:
+        return out
+    target, word = here["target"], here["target"]["verdict"]
+    out.update({k: target[k] for k in ("iia", "iia_lo", "iia_hi")})
+    out.update(interchange=word, iia_complement=here["complement"]["iia"])
+    no = ("used elsewhere", "not here", "illusory", "unread")
+    if word == "used" and readable != "yes":
+        return {**out, "used": readable}
+    return {**out, "used": "yes" if word == "used" else "no" if word in no else "can't tell"}
