@@ -19,6 +19,7 @@ from probelens.hooks.forwards import hooked_by_hand
 from probelens.hooks.inputs import reads_both_ways
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped, resolve
+from probelens.hooks.passes.at import last_real
 from probelens.hooks.points import HookPoint, has_positions
 from probelens.hooks.shorthand import Names, NameTable
 from probelens.hooks.trials import require_repeatable
@@ -284,7 +285,8 @@ def _positions(pos: Any, length: int, n: int, mask: Tensor | None) -> Tensor:
             raise InputError(
                 f"pos={pos!r} is not known. Allowed: None, 'last', an int, a slice, a list, a tensor (example,)"
             )
-        return last_real(mask, n, length)[:, None]
+        real = mask if mask is not None and mask.shape == (n, length) else None
+        return last_real(length, real).expand(n)[:, None]
     each = isinstance(pos, Tensor) and pos.ndim == 1
     if isinstance(pos, tuple):
         pos = slice(*pos)
@@ -299,15 +301,6 @@ def _positions(pos: Any, length: int, n: int, mask: Tensor | None) -> Tensor:
             f"position {int(bad[0])} asked for, but the sequences have {length}: allowed are {-length} to {length - 1}"
         )
     return (wanted % length)[:, None] if each else wanted % length
-
-
-def last_real(mask: Tensor | None, n: int, length: int) -> Tensor:
-    """The last position of each example at which its mask (example, pos) is True, all of it without one. (example,)"""
-    if mask is None or mask.shape != (n, length):
-        return torch.full((n,), length - 1)
-    if not bool(mask.any(1).all()):
-        raise InputError(f"example {int((~mask.any(1)).nonzero()[0])} has no real position, so none is the last")
-    return length - 1 - mask.cpu().long().flip(1).argmax(1)
 
 
 def _at_each(tensor: Tensor, pos: Tensor, point: HookPoint) -> Tensor:

@@ -36,6 +36,7 @@ EDITS = {
     "mean": lambda pos=None: edits.mean(acts().mean(0), pos),
     "resample": lambda pos=None: edits.resample(acts(seed=1), 0, pos),
     "project": lambda pos=None: edits.project(space(), 0.5, pos),
+    "swap": lambda pos=None: edits.swap(acts(seed=1), space(), pos),
     "erase": lambda pos=None: edits.erase(leace(acts(), LABELS), 1.0, pos),
     "replace": lambda pos=None: edits.replace(acts(seed=2), pos),
     "add": lambda pos=None: edits.add(torch.ones(D), 2.0, pos),

@@ -10,6 +10,7 @@ hooks see one step at a time, ``pos`` and per-position values follow ``hook.pos`
 from probelens.hooks.edits.edit import Edit
 from probelens.hooks.edits.heads import AtHeads, at_heads
 from probelens.hooks.edits.removal import Erase, Project, erase, project
+from probelens.hooks.edits.swap import Swap, swap
 from probelens.hooks.edits.values import (
     Add,
     Mean,
@@ -26,6 +27,6 @@ from probelens.hooks.edits.values import (
 )
 
 __all__ = [
-    "Add", "AtHeads", "Edit", "Erase", "Mean", "Project", "Replace", "Resample", "Scale", "Zero",
-    "add", "at_heads", "erase", "mean", "project", "replace", "resample", "scale", "zero",
+    "Add", "AtHeads", "Edit", "Erase", "Mean", "Project", "Replace", "Resample", "Scale", "Swap", "Zero",
+    "add", "at_heads", "erase", "mean", "project", "replace", "resample", "scale", "swap", "zero",
 ]  # fmt: skip
