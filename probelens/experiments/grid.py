@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from probelens.errors import InputError
+from probelens.errors import InputError, ProbelensError
 from probelens.experiments.executors import Local, Spec, current, named, opened
 from probelens.experiments.owner import owned
 from probelens.experiments.status import watching
@@ -130,7 +130,8 @@ def _outcome(future: concurrent.futures.Future[Any], store: Store, key: str) -> 
             f"the cell was run to its end, but its rows are not in {str(store.cell(key))!r}. "
             "The run folder must be on a disk that every worker sees under the same path."
         )
-    _keep(store.cell(key), said)
+    with contextlib.suppress(ProbelensError):
+        _keep(store.make(key), said)
     return said
 
 
@@ -165,9 +166,11 @@ def _guarded(run_cell: RunCell, config: Config, folder: Path, key: str, threads:
     if store.done(key):
         # A worker that was considered dead may have finished the cell.
         return None
-    place = store.cell(key)
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        place = store.make(key)
+    except ProbelensError:
+        return traceback.format_exc()
+    try:
         store.write(key, config, run_cell(config, place))
     except Exception:
         said = traceback.format_exc()

@@ -83,6 +83,33 @@ class Store:
             raise InputError(f"{key!r} is not a cell's key: keys come from cell_key()")
         return self.folder / "cells" / key
 
+    def make(self, key: str) -> Path:
+        """The folder of a cell, made when missing, to write to.
+
+        Args:
+            key: From ``cell_key``.
+
+        Returns:
+            The folder.
+
+        Raises:
+            InputError: Not a cell's key.
+            StoreError: A link leads out of the run folder, or the folder can't be made.
+        """
+        folder = self.cell(key)
+        for place in (folder.parent, folder):
+            # Before it is made: a link to nowhere would be followed too.
+            if place.is_symlink():
+                raise StoreError(
+                    f"{str(place)!r} is a link to {os.readlink(place)!r}, and cells are written inside their run folder "
+                    "only. Remove the link; to keep runs on another disk, make the run folder itself there."
+                )
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as err:
+            raise StoreError(f"can't write to {str(folder)!r}: {err}. Choose a folder that can be written.") from err
+        return folder
+
     def done(self, key: str) -> bool:
         """Whether the cell is complete.
 
@@ -107,7 +134,7 @@ class Store:
 
         Raises:
             InputError: No rows, or a column whose values are of several types.
-            StoreError: The folder can't be written.
+            StoreError: The folder can't be written, or a link leads out of the run folder.
         """
         import pandas as pd
         import pyarrow as pa
@@ -120,7 +147,7 @@ class Store:
             )
         if not rows:
             raise InputError("a cell without rows looks like one that did not run. Return at least one row.")
-        folder = self.cell(key)
+        folder = self.make(key)
         with atomic_path(folder / "config.json") as part:
             part.write_text(json.dumps(dict(config), indent=2, sort_keys=True, allow_nan=False))
         try:

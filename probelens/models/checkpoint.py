@@ -13,7 +13,7 @@ from torch import nn
 from probelens.errors import InputError, StoreError
 from probelens.models.build import build, config_of, construct
 from probelens.models.config import FormalConfig
-from probelens.results.files import read_tensors, write_tensors
+from probelens.results.files import need_room, read_tensors, write_tensors
 
 __all__ = ["is_checkpoint", "load", "save"]
 
@@ -126,6 +126,7 @@ def _header(file: Path) -> str | None:
     from safetensors import SafetensorError, safe_open
 
     try:
+        need_room(file, os.path.getsize(file))
         with safe_open(file, framework="pt") as opened:
             return (opened.metadata() or {}).get(_KEY)
     except (OSError, SafetensorError, ValueError) as err:

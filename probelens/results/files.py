@@ -24,9 +24,11 @@ from probelens.errors import StoreError
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["atomic_path", "read_rows", "read_tensors", "write_rows", "write_tensors"]
+__all__ = ["atomic_path", "need_room", "read_rows", "read_tensors", "write_rows", "write_tensors"]
 
 _CHECKSUM = "probelens.crc32"
+_PLAUSIBLE = 2**30  # bytes in memory up to which a table may be any multiple of its file
+_MULTIPLE = 500  # above that, how many times its file it may be: tables of results compress less than tenfold
 
 
 @contextlib.contextmanager
@@ -111,7 +113,8 @@ def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[
         The tensors by name, on the CPU, and the metadata without the checksum.
 
     Raises:
-        StoreError: The file is missing, no safetensors file, cut, or what it holds was changed.
+        StoreError: The file is missing, no safetensors file, cut, larger than the memory that is free, or what it
+            holds was changed.
 
     Examples:
         >>> import tempfile, os
@@ -123,12 +126,14 @@ def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[
     from safetensors import SafetensorError, safe_open
 
     try:
+        # A file with holes may be of any size on a small disk.
+        need_room(path, os.path.getsize(path))
         with safe_open(path, framework="pt") as file:
             header = dict(file.metadata() or {})
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except FileNotFoundError as err:
         raise StoreError(f"can't read {str(path)!r}: there is no such file") from err
-    except (OSError, SafetensorError, ValueError) as err:
+    except (OSError, SafetensorError, ValueError, MemoryError) as err:
         why = "it is a folder, not a file" if os.path.isdir(path) else err
         raise StoreError(f"can't read {str(path)!r}: {why}") from err
     written = header.pop(_CHECKSUM, None)
@@ -175,12 +180,51 @@ def read_rows(path: str | os.PathLike[str]) -> pd.DataFrame:
         The table.
 
     Raises:
-        StoreError: The file is missing, no Parquet file, cut, or its values were changed.
+        StoreError: The file is missing, no Parquet file, cut, its values were changed, or it grows in memory beyond what
+            is free, or beyond 1 GiB and 500 times its size.
     """
-    import pandas as pd
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
     try:
-        return pd.read_parquet(path, page_checksum_verification=True)
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            declared = file.metadata.num_rows * file.metadata.num_columns // 8  # a bit for each value is the least
+            _need_plausible(path, declared)
+            batches, size = [], 0
+            # In pieces: what a page of repeated values grows to shows only when it is read.
+            for batch in file.iter_batches(batch_size=1024):
+                size += batch.nbytes
+                _need_plausible(path, size)
+                batches.append(batch)
+            return pa.Table.from_batches(batches, file.schema_arrow).to_pandas()
+    except StoreError:
+        raise
     except Exception as err:
         # pyarrow raises errors of many kinds on a damaged file.
         raise StoreError(f"can't read {str(path)!r}: {str(err).rstrip('.')}") from err
+
+
+def _need_plausible(path: str | os.PathLike[str], size: int) -> None:
+    """Refuse a table that is far larger in memory than its file can honestly hold."""
+    if size > max(_PLAUSIBLE, _MULTIPLE * os.path.getsize(path)):
+        raise StoreError(
+            f"can't read {str(path)!r}: a file of {os.path.getsize(path):,} bytes that is over {size:,} bytes in memory. "
+            "It is damaged, or made to fill the memory"
+        )
+    need_room(path, size)
+
+
+def need_room(path: str | os.PathLike[str], size: int) -> None:
+    """Refuse what is larger than the memory that is free; files of up to 64 MiB are read without asking."""
+    if size > 2**26 and (free := _free_memory()) is not None and size > free:
+        raise StoreError(f"can't read {str(path)!r}: it needs {size:,} bytes of memory, and {free:,} are free")
+
+
+def _free_memory() -> int | None:
+    """Bytes that a process can still get, where the system says so."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        found = Path("/proc/meminfo").read_text(encoding="ascii").partition("MemAvailable:")[2]
+        return int(found.split()[0]) * 1024
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None

@@ -166,3 +166,27 @@ def test_a_cell_that_returns_no_rows_has_failed(tmp_path: Path, bad: object) -> 
 def test_a_config_that_is_no_dict_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(pl.InputError, match="a config is a dict"):
         run_grid(square, [3], Store(tmp_path / "run"), workers=1)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("link", ["cells", "cells/KEY"])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_cell_is_not_written_through_a_link(tmp_path: Path, link: str, there: bool) -> None:
+    store, outside = Store(tmp_path / "run"), tmp_path / "outside"
+    key = cell_key({"x": 1})
+    if there:
+        outside.mkdir()
+        (outside / "config.json").write_text("mine")
+    place = store.folder / link.replace("KEY", key)
+    place.parent.mkdir(parents=True)
+    place.symlink_to(outside)
+    calls = []
+    report = run_grid(lambda *a: calls.append(a) or [{"a": 1}], [{"x": 1}], store, workers=1)  # type: ignore[func-returns-value]
+    assert "is a link to" in report.failed[key]
+    assert not calls, "nothing ran there either"
+    with pytest.raises(pl.StoreError, match="is a link"):
+        store.write(key, {"x": 1}, [{"a": 1}])
+    assert [p.name for p in outside.iterdir()] == ["config.json"] if there else not outside.exists()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "linked").symlink_to(tmp_path / "elsewhere")
+    good = run_grid(square, [{"x": 1}], Store(tmp_path / "linked"), workers=1)
+    assert good.ran == [key], "the control: the run folder itself may be a link"

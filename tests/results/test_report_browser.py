@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 from test_report import HOSTILE, NAME, heatmap, profile, sample
 
-from probelens.results.report import Chart, Section, write_report
+from probelens.results.report import Chart, Section, Table, write_report
 
 FLAGS = [
     "--no-sandbox",
@@ -115,6 +115,25 @@ def test_data_downloads_as_csv_that_reads_back(visit: Visit) -> None:
     pd.testing.assert_frame_equal(got, pd.DataFrame(figure.layout.meta["rows"]), check_dtype=False)
     table = visit.download("[data-rows=table-1]").decode()
     assert next(csv.reader(io.StringIO(table))) == ["model", "value", "Dyck depth", "more"]
+
+
+FORMULAS = ["=1+1", "+1+1", "-1+1", "@SUM(A1)", "\t=1+1", " =1+1", "\uff1d1+1", "a;=1+1", '=HYPERLINK("x";"y")']
+NUMBERS = [-0.5, -3, 2.5e-9, float("-inf"), -(2**60)]
+
+
+def test_text_that_a_spreadsheet_would_run_is_text_in_a_csv_and_numbers_are_numbers(
+    browser: Any, tmp_path: Path
+) -> None:
+    rows = [{"=name": text, "value": value} for text in FORMULAS for value in NUMBERS]
+    file = write_report(
+        tmp_path / "report.html", title="t", lead="l", sections=[Section("s", "t", [], [Table("t", rows)])]
+    )
+    opened = Visit(browser, file)
+    found = list(csv.reader(io.StringIO(opened.download("[data-rows=table-1]").decode(), newline="")))
+    opened.context.close()
+    assert found[0] == ["'=name", "value"]
+    assert [row[0] for row in found[1::5]] == [t if t.startswith("a") else "'" + t for t in FORMULAS]
+    assert [float(row[1]) for row in found[1:]] == NUMBERS * len(FORMULAS)
 
 
 def test_figures_download_as_png_and_svg_on_white(visit: Visit) -> None:

@@ -20,13 +20,15 @@ from typing import Any
 
 import numpy as np
 import primitives
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import zoo
 
 import probelens as pl
 from probelens.experiments import RunRecord, Store
-from probelens.results.files import atomic_path
+from probelens.results.files import atomic_path, read_rows, read_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 X = zoo.tokens(3, 5)
@@ -202,6 +204,38 @@ def test_a_formal_model_that_says_it_is_huge_is_not_made(tmp_path: Path) -> None
         save_file(tensors, path, metadata={"probelens.model": json.dumps({"format": 1, "config": config})})
         with pytest.raises(pl.StoreError, match="does not fit"):
             pl.models.load(path)
+
+
+def test_a_file_of_tensors_larger_than_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    size = 2**40  # a hole: the file takes a block of the disk
+    header = json.dumps({"x": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    try:
+        os.truncate(path, 8 + len(header) + size)
+    except OSError:
+        pytest.skip("the file system has no files with holes")
+    for read in (read_tensors, pl.models.load, pl.Profile.load):
+        with pytest.raises(pl.StoreError, match=r"needs 1,099,511,\d{3},\d{3} bytes of memory"):
+            read(path)
+
+
+def test_a_table_that_grows_to_fill_the_memory_is_refused_before_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = pa.DictionaryArray.from_arrays(pa.array(np.zeros(1_000_000, np.int32)), pa.array(["x" * 4000]))
+    pq.write_table(pa.table({"t": text[:1000].dictionary_decode()}), tmp_path / "small.parquet")
+    assert len(read_rows(tmp_path / "small.parquet")) == 1000, "the control"
+    schema = pa.schema([("t", pa.string())])
+    with pq.ParquetWriter(tmp_path / "bomb.parquet", schema) as writer:
+        for _ in range(40):
+            writer.write_table(pa.table({"t": text[:10_000].dictionary_decode()}, schema))
+    assert (tmp_path / "bomb.parquet").stat().st_size < 1_000_000
+    monkeypatch.setattr("probelens.results.files._PLAUSIBLE", 2**27)
+    before = pa.total_allocated_bytes()
+    with pytest.raises(pl.StoreError, match="bytes in memory"):
+        read_rows(tmp_path / "bomb.parquet")
+    assert pa.default_memory_pool().max_memory() - before < 4 * 2**27, "of 1.6 GB"
 
 
 # -- links out of a folder --------------------------------------------------------------------------

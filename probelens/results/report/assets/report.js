@@ -59,9 +59,12 @@ const save = (href, name) => {
   link.remove();
   said.textContent = "Saved " + name;
 };
+// Text that a spreadsheet would run as a formula gets an apostrophe before it; numbers stay numbers.
+const formula = text => /^[\s]*[=+\-@\uFF1D\uFF0B\uFF0D\uFF20]|^[\t\r\n]/.test(text) && !/^[+-]?(\d+\.?\d*(e[+-]?\d+)?|inf)$/i.test(text);
 const cell = value => {
-  const text = value === null || value === undefined ? "" : String(value);
-  return /[",\r\n]/.test(text) ? '"' + text.replaceAll('"', '""') + '"' : text;
+  let text = value === null || value === undefined ? "" : String(value);
+  if (typeof value === "string" && formula(text)) text = "'" + text;
+  return /[",;\t\r\n]/.test(text) ? '"' + text.replaceAll('"', '""') + '"' : text;
 };
 const csv = table => [table.columns, ...table.rows].map(row => row.map(cell).join(",")).join("\r\n") + "\r\n";
 const saveCsv = (id, name) => {
