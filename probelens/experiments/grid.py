@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import json
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from probelens.errors import InputError, ProbelensError
+from probelens.errors import InputError, ProbelensError, StoreError
+from probelens.experiments.code import code_of
 from probelens.experiments.executors import Local, Spec, current, named, opened
 from probelens.experiments.owner import owned
 from probelens.experiments.status import watching
@@ -52,8 +55,13 @@ def run_grid(
     workers: int | None = None,
     threads: int = 1,
     progress: bool = True,
+    code: str | None = None,
 ) -> GridReport:
     """Run every cell that isn't complete yet. A cell that fails doesn't stop the others.
+
+    A cell whose code changed isn't complete: it runs again beside the old one, and a warning names it. Its code is its
+    function and what that names, directly or through others, in its module and in other modules of the same folder or
+    package; comments and docstrings don't count.
 
     Args:
         run_cell: ``run_cell(config, folder) -> rows``, importable in a fresh process. It keeps
@@ -67,6 +75,8 @@ def run_grid(
             executor runs in this process.
         threads: torch threads of each cell.
         progress: Show a line for each cell; ``config["name"]`` is what it is called.
+        code: A version of your own in place of the code, to keep results over a change that doesn't matter to them;
+            None for the code.
 
     Returns:
         What ran, what was there, what failed and why; a failed cell's folder has the traceback in ``error.txt``.
@@ -79,7 +89,8 @@ def run_grid(
     configs = list(configs)
     if wrong := [config for config in configs if not isinstance(config, Mapping)]:
         raise InputError(f"a config is a dict of settings, and {wrong[0]!r:.80} is a {type(wrong[0]).__name__}")
-    planned = [(cell_key(config), dict(config)) for config in configs]
+    code = code_of(run_cell) if code is None else code
+    planned = [(cell_key(config, code=code), dict(config)) for config in configs]
     keys = [key for key, _ in planned]
     if len(set(keys)) != len(keys):
         raise InputError("two cells of the grid have the same config: give each a seed or a name of its own")
@@ -92,9 +103,27 @@ def run_grid(
         todo = [(key, config) for key, config in planned if key not in report.found]
         if not todo:
             return report
+        _name_changed(store, keys, todo)
         in_process = isinstance(given, Local) and (workers == 1 or (executor is None and len(todo) == 1))
         _run_missing(run_cell, todo, store, report, None if in_process else given, workers, threads, progress)
     return report
+
+
+def _name_changed(store: Store, keys: Sequence[str], todo: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """Warn of cells that are complete with the same config under another key."""
+    there: dict[str, str] = {}
+    for key in set(store.keys()) - set(keys):
+        with contextlib.suppress(StoreError):
+            there[json.dumps(store.config(key), sort_keys=True)] = key
+    changed = [(config, there[text]) for _, config in todo if (text := json.dumps(config, sort_keys=True)) in there]
+    if changed:
+        cells = ", ".join(f"{config.get('name', old)} ({old})" for config, old in changed[:5])
+        warnings.warn(
+            f"{len(changed)} complete cells run again, since their code or the version of probelens changed: {cells}"
+            f"{', …' * (len(changed) > 5)}. Their earlier results stay in {str(store.folder / 'cells')!r} until you remove "
+            "them; store.all_rows(report.keys) has the new ones only.",
+            stacklevel=3,
+        )
 
 
 def _run_missing(

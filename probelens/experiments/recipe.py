@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from probelens.errors import ProbelensError, StoreError
+from probelens.experiments.code import code_of
 from probelens.experiments.grid import RunCell, run_grid
 from probelens.experiments.owner import owned
 from probelens.experiments.record import RunRecord, versions
@@ -27,10 +28,12 @@ def run_recipe(
     ``config`` has ``out`` and ``workers``; settings in ``free`` may differ from those of the run that the folder holds.
     """
     store = Store(config.out)
-    record = RunRecord(name, dataclasses.asdict(config), [cell_key(cell) for cell in cells], versions())
+    code = code_of(run_cell)
+    keys = [cell_key(cell, code=code) for cell in cells]
+    record = RunRecord(name, dataclasses.asdict(config), keys, versions())
     with owned(store.folder):
         record.start(store.folder, free=free)
-        done = run_grid(run_cell, cells, store, workers=config.workers, progress=progress)
+        done = run_grid(run_cell, cells, store, workers=config.workers, progress=progress, code=code)
         if any(map(store.done, record.cells)):
             report(record)
     if done.failed:

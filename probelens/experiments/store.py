@@ -25,12 +25,13 @@ __all__ = ["Store", "cell_key"]
 Row = dict[str, Any]
 
 
-def cell_key(config: Mapping[str, Any], version: str | None = None) -> str:
-    """The name of a cell: a hash of its config and of the library's version.
+def cell_key(config: Mapping[str, Any], version: str | None = None, code: str = "") -> str:
+    """The name of a cell: a hash of its config, of the library's version and of its code.
 
     Args:
         config: Settings that change the result; strings, numbers, None, lists and dicts.
-        version: Version of the code; None for the installed one.
+        version: Version of the library; None for the installed one.
+        code: Hash of the cell's own code, as ``probelens.experiments.code.code_of`` gives it; empty for none.
 
     Returns:
         16 hexadecimal digits, the same in every process and on every machine.
@@ -43,7 +44,8 @@ def cell_key(config: Mapping[str, Any], version: str | None = None) -> str:
         True
     """
     try:
-        text = json.dumps([config, version or metadata.version("probelens")], sort_keys=True, allow_nan=False)
+        parts = [config, version or metadata.version("probelens"), *([code] if code else [])]
+        text = json.dumps(parts, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as err:
         raise InputError(f"a cell's config must be plain data (strings, numbers, None, lists, dicts): {err}") from err
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -180,7 +180,7 @@ def test_a_cell_is_not_written_through_a_link(tmp_path: Path, link: str, there: 
     place.parent.mkdir(parents=True)
     place.symlink_to(outside)
     calls = []
-    report = run_grid(lambda *a: calls.append(a) or [{"a": 1}], [{"x": 1}], store, workers=1)  # type: ignore[func-returns-value]
+    report = run_grid(lambda *a: calls.append(a) or [{"a": 1}], [{"x": 1}], store, workers=1, code="")  # type: ignore[func-returns-value]
     assert "is a link to" in report.failed[key]
     assert not calls, "nothing ran there either"
     with pytest.raises(pl.StoreError, match="is a link"):
@@ -188,5 +188,5 @@ def test_a_cell_is_not_written_through_a_link(tmp_path: Path, link: str, there: 
     assert [p.name for p in outside.iterdir()] == ["config.json"] if there else not outside.exists()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "linked").symlink_to(tmp_path / "elsewhere")
-    good = run_grid(square, [{"x": 1}], Store(tmp_path / "linked"), workers=1)
+    good = run_grid(square, [{"x": 1}], Store(tmp_path / "linked"), workers=1, code="")
     assert good.ran == [key], "the control: the run folder itself may be a link"
