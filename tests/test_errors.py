@@ -13,7 +13,6 @@ from torch import Tensor
 
 import probelens as pl
 from probelens import errors
-from probelens.models.evaluation import evaluate
 
 
 def test_every_error_is_a_probelens_error_and_a_builtin_one_too() -> None:
@@ -139,7 +138,6 @@ def constant(logits: Tensor, answers: Tensor) -> Tensor:
         (lambda p: pl.patch(p.model, p.pairs, metric=narrow), pl.MetricError, r"narrow is called as metric\(logits, answers\)"),
         (lambda p: pl.attribute(p.model, p.pairs, metric=constant), pl.MetricError, "gradient of the metric, which has none"),
         (lambda p: pl.ablate(p.model, p.batch[:1], p.space, label="state"), pl.InputError, "at least 2 sequences .* has 1"),
-        (lambda p: evaluate(p.model, p.task, (5,), n=1), pl.InputError, "at least 2 examples, or 2 seeds"),
         (lambda p: pl.length_transfer(p.model, p.space, p.task), pl.InputError, "expected a task, got a dict"),
         (lambda p: pl.length_transfer(p.model, p.task, [5], p.space), pl.InputError, "must be a mapping .* got a list"),
         (lambda p: pl.profile(p.model, p.pairs), pl.InputError, "expected a task, got a PatchPairs"),

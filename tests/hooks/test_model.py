@@ -657,7 +657,7 @@ def test_cache_device_dtype_positions_and_batch_axis() -> None:
     _, full = model.run_with_cache(x)
     _, half = model.run_with_cache(x, "hook_embed", dtype=torch.float16, device="cpu")
     assert half["hook_embed"].dtype == torch.float16
-    for pos, want in ((2, full["hook_embed"][:, 2]), ([0, -1], full["hook_embed"][:, [0, -1]])):
+    for pos, want in ((2, full["hook_embed"][:, 2:3]), ([0, -1], full["hook_embed"][:, [0, -1]])):
         _, cut = model.run_with_cache(x, "hook_embed", pos_slice=pos)
         assert torch.equal(cut["hook_embed"], want)
     _, cut = model.run_with_cache(x, "blocks.0.attn.hook_pattern", pos_slice=slice(4, 6))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -116,8 +117,9 @@ class _Mode(TorchFunctionMode):
 
 @contextmanager
 def pretended() -> Iterator[None]:
-    """Two more devices while the block lasts."""
-    with _Mode():
+    """Two more devices while the block lasts. They have no random numbers of their own."""
+    state = {"get_rng_state": lambda *_: torch.empty(0), "set_rng_state": lambda *_: None}
+    with _Mode(), mock.patch.multiple(torch.cuda, **state):
         yield
 
 
