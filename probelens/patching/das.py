@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError, ProbelensError
-from probelens.hooks.inputs import padding_mask
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped, resolve
 from probelens.models.untrained import untrained as made_again
@@ -24,19 +23,19 @@ from probelens.numerics.modes import differentiable
 from probelens.numerics.tensors import whole_number
 from probelens.patching.das_result import DASResult, judged, same_subspace, swapped
 from probelens.patching.das_training import Learned, Lesson, Schedule, Swaps, learn, learn_rank
-from probelens.patching.interchange import interchange_plan, read_answers
-from probelens.patching.interchange_parts import CONTROLS, head_columns
+from probelens.patching.interchange import interchange_plan
+from probelens.patching.interchange_parts import CONTROLS, activations_of, head_columns
 from probelens.patching.interchange_result import InterchangeResult
-from probelens.patching.pairs import check_pairs, check_positions, shared_columns
+from probelens.patching.pairs import Column, Sides, check_pairs, check_positions, chosen_sides, columns, length_at
 from probelens.probing.splits import FRACTIONS, copies_together, real_tokens, split_by_group
 from probelens.results.progress import progress_bar
-from probelens.running.collect import collect
 from probelens.running.gradients import need_gradients
-from probelens.running.sweep.plan import sweep
+from probelens.running.sweep.plan import plan
 from probelens.subspaces.subspace import Subspace
 
 if TYPE_CHECKING:
     from probelens.hooks.shorthand import Names
+    from probelens.patching.pairs import Pos
 
 __all__ = ["das"]
 
@@ -47,7 +46,7 @@ def das(
     model: HookedModel,
     pairs: Any,
     site: Names,
-    pos: int | Tensor | None = None,
+    pos: int | Tensor | Literal["last"] | None = None,
     rank: int | None = None,
     *,
     head: int | None = None,
@@ -71,10 +70,11 @@ def das(
 
     Args:
         model: The wrapped model; run in eval mode. Its weights get no gradients.
-        pairs: ``PatchPairs`` that differ in the variable. Q is learned on those that both runs answer correctly.
+        pairs: ``PatchPairs`` that differ in the variable, as ``interchange`` takes them. Q is learned on those that both runs answer correctly.
         site: One hook point: a residual stream, a mixer, heads, an SSM state, h or c. Axes after the position are taken
             together.
-        pos: None for all positions at once, a position, or one for each example (example,).
+        pos: None for all positions at once, a position, "last" for the last real one of each side, or one for each example
+            (example,) or each side (example, 2) = [clean, corrupted].
         rank: Dimensions of Q. None tries 1, 2, 4, … and halves the last gap: the smallest rank that validation pairs
             follow as often as any, within a standard error.
         head: Only this head of a site with an axis of heads.
@@ -109,7 +109,7 @@ def das(
         Fractions of pairs; losses in nats.
 
     Raises:
-        InputError: Several sites or positions, a rank outside of the activation, too few pairs or none that is answered
+        InputError: Answers that ``interchange`` doesn't take, several sites or positions, a rank outside of the activation, too few pairs or none that is answered
             correctly, a point or a model from which no gradient comes back.
         UnknownHookError: A site that the model doesn't have.
 
@@ -120,6 +120,7 @@ def das(
     need_wrapped(model)
     need_gradients(model, "das()", "interchange() with a subspace of pl.subspaces")
     check_pairs(pairs, "denoise")
+    chosen_sides(model, pairs, "das()")
     schedule = Schedule(whole_number("steps", steps), lr, whole_number("batch_size", batch_size), seed)
     tests: dict[str, Any] = {"batch_size": max(64, batch_size), "memory": memory, "seed": seed}
     with differentiable():
@@ -167,8 +168,8 @@ class _Parts:
 
     learn: Any
     held: Any
-    pos_learn: int | Tensor | None
-    pos_held: int | Tensor | None
+    pos_learn: Pos
+    pos_held: Pos
     fit: Tensor
     check: Tensor
     same_learn: Any
@@ -190,11 +191,11 @@ def _divide(
     batch_size: int,
 ) -> _Parts:
     """Split the pairs; ``whole`` says that validation pairs are learned on as well."""
-    if not (pos is None or isinstance(pos, Tensor) or (isinstance(pos, int) and not isinstance(pos, bool))):
+    known = pos is None or isinstance(pos, Tensor) or (isinstance(pos, str) and pos == "last")
+    if not (known or (isinstance(pos, int) and not isinstance(pos, bool))):
         raise InputError(
-            f"das() learns one subspace: pos={pos!r} must be None, one position, or a tensor with one per pair"
+            f"das() learns one subspace: pos={pos!r} must be None, one position, 'last', or a tensor with one per pair"
         )
-    shared_columns(pos, pairs.clean.shape[1], len(pairs))
     groups = _groups([pairs] if same is None else [pairs, same])
     split = split_by_group(groups, splits, seed)
     n = len(pairs)
@@ -211,7 +212,7 @@ def _divide(
     same_learn = same_held = None
     if same is not None:
         if isinstance(pos, Tensor):
-            raise InputError("same_pairs= takes pos as None or a position")
+            raise InputError("same_pairs= takes pos as None, a position or 'last'")
         inside = [part[part >= n].cpu() - n for part in (torch.cat([split.train, split.val]), split.test)]
         same_learn, same_held = (same[part] for part in inside)
         if not all(len(part) for part in inside):
@@ -229,26 +230,41 @@ def _divide(
 def _groups(sets: Sequence[Any]) -> Tensor:
     """A group for each pair of all sets: those that share a sequence, on whatever side, have the same. (pair,)"""
     sizes = [len(of) for of in sets]
-    longest = max(of.clean.shape[1] for of in sets)
+    seen: dict[Any, int] = {}
     sides = [
-        torch.nn.functional.pad(real_tokens(tokens, of.mask), (0, longest - tokens.shape[1]), value=-1)
+        torch.tensor([seen.setdefault(key, len(seen)) for key in _keys(of, side)])[:, None]
         for of in sets
-        for tokens in (of.clean, of.corrupted)
+        for side in (0, 1)
     ]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     ids = torch.cat([torch.arange(n) + start for n, start in zip(sizes, starts, strict=True) for _ in range(2)])
-    groups = copies_together(torch.cat(sides).cpu(), ids)
+    groups = copies_together(torch.cat(sides), ids)
     # The clean side of each pair; its corrupted one has the same group.
     return torch.cat([groups[2 * start : 2 * start + n] for n, start in zip(sizes, starts, strict=True)])
 
 
+def _keys(pairs: Any, side: int) -> list[Any]:
+    """What tells the inputs of one side apart, example by example: equal where all arguments are, padding apart."""
+    examples, mask = pairs.sides[side], (pairs.mask, pairs.corrupted_mask)[side]
+    if examples.plain:
+        rows = real_tokens(examples.main, mask).tolist()
+        return [tuple(token for token in row if token != -1) for row in rows]
+    parts = [examples.main] if isinstance(examples.inputs, Tensor) else list(examples.batched.values())
+    return [
+        tuple((tuple(part.shape[1:]), bytes(part[i].detach().cpu().contiguous().view(-1).numpy())) for part in parts)
+        for i in range(len(examples))
+    ]
+
+
 def _correct(model: HookedModel, pairs: Any, batch_size: int) -> Tensor:
     """Whether both runs of each pair give their own answers. (pair,)"""
-    mask = padding_mask(pairs.mask, model, pairs.clean)
+    sides = chosen_sides(model, pairs, "das()")
     clean, corrupted = (
-        sweep(model, tokens, (), read_answers(pairs), batch_size=batch_size, attention_mask=mask).base
-        for tokens in (pairs.clean, pairs.corrupted)
-    )
+        plan(
+            model, one.examples, (), one.read, batch_size=batch_size, attention_mask=one.told, always=one.always
+        ).run().base
+        for one in (sides.clean, sides.corrupted)
+    )  # fmt: skip
     return (clean[:, 0] > 0) & (corrupted[:, 1] > 0)
 
 
@@ -264,17 +280,27 @@ class _Place:
             )
         (self.point,) = points
         self.model, self.parts, self.name = model, parts, self.point.name
-        column, _ = shared_columns(parts.pos_learn, parts.learn.clean.shape[1], len(parts.learn))
-        check_positions(model, [self.name], column)
-        acts = collect(model, parts.learn.clean[:1], [self.name], attention_mask=self._mask(parts.learn[:1]))[self.name]
-        shape = tuple(acts.shape[2:])
+        self.sides = chosen_sides(model, parts.learn, "das()")
+        column, taken = self._column(parts.learn, self.sides)
+        check_positions(model, [self.name], [column])
+        one = activations_of(model, chosen_sides(model, parts.learn[:1], "das()").clean, self.name, 1)[0]
+        shape = tuple(one.shape[2:])
         inside = head_columns(model, self.name, head, shape)
         first, last, _ = inside.indices(math.prod(shape))
         self.head, self.width, self.lift = head, last - first, (first, math.prod(shape) - last)
-        self.swaps = [Swaps(model, parts.learn, self.name, column[0], self.lift)]
+        self.answers = [self.sides.answers]
+        self.swaps = [Swaps(model, self.sides, self.name, column, self.lift, taken)]
         if parts.same_learn is not None:
-            again, _ = shared_columns(parts.pos_learn, parts.same_learn.clean.shape[1], len(parts.same_learn))
-            self.swaps.append(Swaps(model, parts.same_learn, self.name, again[0], self.lift))
+            alike = chosen_sides(model, parts.same_learn, "das()")
+            again, source = self._column(parts.same_learn, alike)
+            self.answers.append(alike.answers)
+            self.swaps.append(Swaps(model, alike, self.name, again, self.lift, source))
+
+    def _column(self, pairs: Any, sides: Sides) -> Column:
+        """The positions that are swapped, on the corrupted side and on the clean one."""
+        pos: Any = self.parts.pos_learn
+        length = length_at(self.model, sides.corrupted, [self.name], pairs, pos is not None)
+        return columns(pos, length, len(pairs), pairs)[0][0]
 
     def learn(
         self, rank: int, schedule: Schedule, bar: Any, first: Tensor | None = None, shuffled: bool = False
@@ -284,7 +310,7 @@ class _Place:
 
     def learn_rank(self, schedule: Schedule, bar: Any, most: int) -> tuple[Learned, list[dict[str, Any]]]:
         """The smallest sufficient rank, judged on validation pairs; and what was tried."""
-        check = Lesson(self.swaps[0], self.parts.check, self.parts.learn.answers[:, 0])
+        check = Lesson(self.swaps[0], self.parts.check, self.answers[0][:, 0])
         return learn_rank(
             lambda rank, first: self.learn(rank, schedule, bar, first),
             lambda q: check.scores(q, 64),
@@ -294,9 +320,8 @@ class _Place:
 
     def subspace(self, basis: Tensor, label: str) -> Subspace:
         """Directions as a subspace of the whole activation, around its mean over the pairs learned from."""
-        clean = self.parts.learn.clean
-        acts = collect(self.model, clean, [self.name], attention_mask=self._mask(self.parts.learn))[self.name]
-        mean = acts.flatten(2)[self.parts.learn.mask].double().mean(0)
+        acts, real = activations_of(self.model, self.sides.clean, self.name, 64)
+        mean = acts.flatten(2)[real].double().mean(0)
         return Subspace(torch.nn.functional.pad(basis, self.lift), mean, label)
 
     def test(
@@ -314,19 +339,16 @@ class _Place:
 
     def _lessons(self, shuffled: bool, seed: int) -> list[Lesson]:
         parts, gen = self.parts, torch.Generator().manual_seed(seed)
-        wanted = [(parts.fit, parts.learn.answers[:, 0])]
+        wanted = [(parts.fit, self.answers[0][:, 0])]
         if parts.same_learn is not None:
-            wanted.append((torch.arange(len(parts.same_learn)), parts.same_learn.answers[:, 1]))
+            wanted.append((torch.arange(len(parts.same_learn)), self.answers[1][:, 1]))
         if shuffled:
             wanted = [(rows, _shuffled(answers, rows, gen)) for rows, answers in wanted]
         return [Lesson(swaps, rows, answers) for swaps, (rows, answers) in zip(self.swaps, wanted, strict=True)]
 
-    def _mask(self, pairs: Any) -> Tensor | None:
-        return padding_mask(pairs.mask, self.model, pairs.clean)
-
 
 def _shuffled(answers: Tensor, rows: Tensor, gen: torch.Generator) -> Tensor:
-    """Answers exchanged among some pairs. (example,)"""
+    """Answers exchanged among some pairs. (example, ...)"""
     out = answers.clone()
     out[rows] = answers[rows[torch.randperm(len(rows), generator=gen)]]
     return out

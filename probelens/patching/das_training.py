@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,13 +17,14 @@ from torch.nn import functional as F
 
 from probelens.errors import InputError
 from probelens.hooks.edits.swap import Swap
-from probelens.hooks.inputs import mask_for_model, padding_mask
 from probelens.hooks.model import HookedModel
 from probelens.numerics.modes import full_precision
+from probelens.patching.metric import is_answer
+from probelens.patching.pairs import Sides
 from probelens.patching.plan import Source
 from probelens.running.faster_forwards import faster_forwards
 from probelens.running.gradients import frozen
-from probelens.running.sweep.conditions import Condition, Read
+from probelens.running.sweep.conditions import Condition
 from probelens.running.sweep.strategy import Full, Skip, Unfit
 from probelens.running.sweep.work import Work
 
@@ -68,22 +69,24 @@ class Swaps:
 
     Args:
         model: The wrapped model.
-        pairs: ``PatchPairs``: the source is their clean side, the base the corrupted one.
+        sides: Both runs: the source is the clean one, the base the corrupted one.
         site: Name of the hook point.
-        column: Position of each pair; None for all positions. (example,)
+        column: Position of each pair, or a mask of several (example, pos); None for all positions. (example,)
         lift: How many features of the activation lie before and after those that the subspace lies in.
+        taken: The position on the clean side, where that is another. (example,)
     """
 
     def __init__(
-        self, model: HookedModel, pairs: Any, site: str, column: Tensor | None, lift: tuple[int, int] = (0, 0)
-    ) -> None:
-        self.model, self.site, self.column, self.lift = model, site, column, lift
-        mask = padding_mask(pairs.mask, model, pairs.clean)
-        self.source = Source(model, pairs.clean, [site], mask)
+        self, model: HookedModel, sides: Sides, site: str, column: Tensor | None, lift: tuple[int, int] = (0, 0),
+        taken: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.site, self.column, self.lift, self.taken = model, site, column, lift, taken
+        self.source = Source(model, sides.clean.examples, [site], sides.clean.told)
         self.source.hold(_HELD)
+        base = sides.corrupted
         work = Work(
-            model, pairs.corrupted, [self._condition(torch.zeros(1))], Read(_logits, pairs.read_pos[:, None].long()),
-            mask_for_model(model, mask, pairs.corrupted), len(pairs), None, 0,
+            model, base.examples, [self._condition(torch.zeros(1))], replace(base.read, fn=_logits, data={}),
+            base.told, sides.n, None, 0, base.always,
         )  # fmt: skip
         try:
             self.runs: Full = Skip(work)
@@ -99,9 +102,10 @@ class Swaps:
 
     def _condition(self, basis: Tensor) -> Condition:
         wide = F.pad(basis, self.lift)
-        return Condition(
-            (), (self.source.put_in(self.site, self.column, lambda pos, source: Swap(pos, source, wide, wide)),)
+        made = self.source.put_in(
+            self.site, self.column, lambda pos, source: Swap(pos, source, wide, wide), taken=self.taken
         )
+        return Condition((), (made,))
 
     def _enter(self) -> Tensor | None:
         """The base run's residual stream where swapped runs begin; None where it is too large to be kept."""
@@ -111,7 +115,8 @@ class Swaps:
             parts = []
             for rows in torch.arange(len(self.runs.work.examples)).split(64):
                 tokens, arguments = self.runs.inputs(rows)
-                parts.append(self.model(tokens, stop_at_layer=self.start, **arguments))
+                hooks = self.runs.hooks(self.runs.work.always, rows)
+                parts.append(self.model.run_with_hooks(tokens, hooks, stop_at_layer=self.start, **arguments))
         return torch.cat(parts)
 
 
@@ -122,7 +127,8 @@ class Lesson:
     Args:
         swaps: Interchanges of the pairs.
         rows: Which of them are learned from. (n,)
-        answers: Token id for each pair, also for those that aren't learned from. (example,)
+        answers: Class for each pair, also for those that aren't learned from; of several any is right, -1 for none. (example,)
+            or (example, class)
     """
 
     swaps: Swaps
@@ -132,7 +138,7 @@ class Lesson:
     def loss(self, basis: Tensor, rows: Tensor) -> Tensor:
         """Mean cross-entropy of the answers of some pairs, in nats. (rank, d), (batch,) -> ()"""
         logits = self.swaps.logits(basis, rows).float()
-        return F.cross_entropy(logits, self.answers[rows].to(logits.device))
+        return _surprise(logits, self.answers[rows].to(logits.device)).mean()
 
     def scores(self, basis: Tensor, size: int) -> tuple[float, float]:
         """Share of the pairs whose answer is the wanted one, and the mean cross-entropy in nats."""
@@ -142,8 +148,8 @@ class Lesson:
             for rows in self.rows.split(size):
                 logits = self.swaps.logits(basis, rows).float()
                 answers = self.answers[rows].to(logits.device)
-                right += int((logits.argmax(-1) == answers).sum())
-                loss += float(F.cross_entropy(logits, answers, reduction="sum"))
+                right += int(is_answer(logits, answers[:, None]).sum())
+                loss += float(_surprise(logits, answers).sum())
         return right / len(self.rows), loss / len(self.rows)
 
 
@@ -280,5 +286,13 @@ def _flat(losses: Sequence[float]) -> bool:
     return bool(before) and min(means[-_PATIENCE:]) > (1 - _GAIN) * min(before)
 
 
+def _surprise(logits: Tensor, answers: Tensor) -> Tensor:
+    """Cross-entropy of answers, of several that of any of them, in nats: (batch, class) -> (batch,)."""
+    if answers.ndim == 1:
+        return F.cross_entropy(logits, answers, reduction="none")
+    picked = logits.gather(1, answers.clamp(min=0)).masked_fill(answers < 0, -torch.inf)
+    return logits.logsumexp(-1) - picked.logsumexp(-1)
+
+
 def _logits(logits: Tensor) -> Tensor:
-    return logits[:, 0]
+    return logits[:, 0] if logits.ndim == 3 else logits

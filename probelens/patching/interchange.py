@@ -12,27 +12,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from probelens.errors import InputError
-from probelens.hooks.inputs import padding_mask
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import by_point, need_wrapped, resolve
 from probelens.numerics.tensors import whole_number
 from probelens.patching.interchange_parts import CONTROLS, Given, Swapped, parts_at
 from probelens.patching.interchange_result import InterchangeResult
 from probelens.patching.interchange_rows import groups_of_pairs, interchange_rows
-from probelens.patching.pairs import check_pairs, check_positions, shared_columns
+from probelens.patching.pairs import Column, check_pairs, check_positions, chosen_sides, columns, length_at
 from probelens.patching.plan import Source
 from probelens.results.sentences import count
-from probelens.running.sweep.conditions import Condition, Read
+from probelens.running.sweep.conditions import Condition
 from probelens.running.sweep.plan import SweepPlan, plan
 from probelens.subspaces.directions import definition_of, spaces_of
 
 if TYPE_CHECKING:
     from probelens.hooks.shorthand import Names
-    from probelens.patching.pairs import Pos
+    from probelens.patching.pairs import Pos, Sides
     from probelens.probing.directions import Definition
     from probelens.probing.result import ProbeResult
 
@@ -134,33 +132,36 @@ def interchange_plan(
         raise InputError(f"control {unknown[0]!r} is not known. Allowed: {', '.join(map(repr, CONTROLS))}")
     given = _given(model, subspaces, sites, directions, label, rank)
     names = list(given.spaces)
-    where, labels = shared_columns(pos, pairs.clean.shape[1], len(pairs))
-    check_positions(model, names, where)
     grouped = groups_of_pairs(pairs, groups)
-    parts: list[tuple[Swapped, Tensor | None]] = []
+    sides = chosen_sides(model, pairs, "interchange()")
+    where, labels = columns(pos, length_at(model, sides.corrupted, names, pairs, pos is not None), len(pairs), pairs)
+    check_positions(model, names, [target for target, _ in where])
+    parts: list[tuple[Swapped, Column]] = []
     for name in names:
-        made = parts_at(model, pairs, name, given, kinds, draws, batch_size, seed)
+        made = parts_at(model, sides, where, name, given, kinds, draws, batch_size, seed)
         for column, text in zip(where, labels, strict=True):
             parts += [(replace(m, about={**m.about, "pos": text}), column) for m in made]
 
-    def planned(of: Any, chosen: list[tuple[Swapped, Tensor | None]]) -> tuple[SweepPlan, Source]:
-        mask = padding_mask(of.mask, model, of.clean)
-        values = Source(model, of.clean, names, mask)
+    def planned(of: Sides, chosen: list[tuple[Swapped, Column]]) -> tuple[SweepPlan, Source]:
+        values = Source(model, of.clean.examples, names, of.clean.told)
         conditions = [
             Condition((i,), (part.intervention(model, values, column),)) for i, (part, column) in enumerate(chosen)
         ]
+        base = of.corrupted
         return plan(
-            model, of.corrupted, conditions, read_answers(of), batch_size=batch_size, source_bytes=values.size,
-            attention_mask=mask, memory=memory,
+            model, base.examples, conditions, base.read, batch_size=batch_size, source_bytes=values.size,
+            always=base.always, attention_mask=base.told, memory=memory,
         ), values  # fmt: skip
 
-    sweep, values = planned(pairs, parts)
+    sweep, values = planned(sides, parts)
     same = same_values = None
     if same_pairs is not None:
         check_pairs(same_pairs, "denoise")
         if isinstance(pos, Tensor):
-            raise InputError("same_pairs= takes pos as None, 'each', an int, a slice or a list")
-        again, texts = shared_columns(pos, same_pairs.clean.shape[1], len(same_pairs))
+            raise InputError("same_pairs= takes pos as None, 'each', 'last', a span, an int, a slice or a list")
+        alike = chosen_sides(model, same_pairs, "interchange()")
+        long = length_at(model, alike.corrupted, names, same_pairs, pos is not None)
+        again, texts = columns(pos, long, len(same_pairs), same_pairs)
         if texts != labels:
             raise InputError(
                 f"pos={pos!r} means {count(len(labels), 'position')} of the pairs and {count(len(texts), 'position')} of "
@@ -168,10 +169,10 @@ def interchange_plan(
             )
         by_label = dict(zip(labels, again, strict=True))
         targets = [(p, by_label[p.about["pos"]]) for p, _ in parts if p.about["condition"] == "target"]
-        same, same_values = planned(same_pairs, targets)
+        same, same_values = planned(alike, targets)
     source = plan(
-        model, pairs.clean, (), read_answers(pairs), batch_size=sweep.batch_size,
-        attention_mask=padding_mask(pairs.mask, model, pairs.clean), memory=memory,
+        model, sides.clean.examples, (), sides.clean.read, batch_size=sweep.batch_size,
+        attention_mask=sides.clean.told, memory=memory,
     )  # fmt: skip
     agreeing = None if same_pairs is None else groups_of_pairs(same_pairs)
     return InterchangePlan(sweep, source, same, [p for p, _ in parts], values, same_values, grouped, agreeing)
@@ -211,13 +212,16 @@ def interchange(
 
     Args:
         model: The wrapped model; run in eval mode.
-        pairs: ``PatchPairs`` that differ in the variable.
+        pairs: ``PatchPairs`` that differ in the variable, of any inputs, with a padding mask for each side. Their answers are
+            one class for each side, or a set of which any is right. A model that answers once for each example is read
+            without ``read_pos``.
         subspaces: Hook point to ``Subspace`` or ``Eraser``, as wide as the activation; axes after the position (heads,
             channels, states) are taken together. At a point with heads also a mapping from head to one of the head's
             width: each head is then interchanged by itself. Residual points, mixers, heads, SSM states, h and c alike.
             Or a ``ProbeResult``, of whose sites ``directions`` are taken.
         sites: Only these of the subspaces' sites; None for all.
-        pos: None (all positions at once), "each", a position, slice or list, or one for each example (example,).
+        pos: None (all positions at once), "each", "last" (the last real one of each side), a span of the pairs by its name,
+            a position, slice or list, or one for each example (example,) or each side (example, 2) = [clean, corrupted].
         directions: What is taken from a ``ProbeResult``: "class_means" (the default), "pattern", "filter" or "leace"; see
             ``subspaces.directions``.
         label: Label of a ``ProbeResult``; needed where it has several.
@@ -255,7 +259,8 @@ def interchange(
         Fractions of pairs.
 
     Raises:
-        InputError: No subspace, an unknown control, a position out of range, ``directions``, ``label`` or ``rank`` with a
+        InputError: Answers that have no argmax (values, several tokens, outputs of one number) or aren't given,
+            ``read_pos`` that doesn't go with the outputs, no subspace, an unknown control, a position out of range, ``directions``, ``label`` or ``rank`` with a
             mapping, a head of a point that has none, or an unknown label.
         ShapeError: A subspace of another width than its site, or groups that aren't one for each pair.
         UnknownHookError: A site that the model doesn't have.
@@ -295,21 +300,3 @@ def _given(
             raise InputError(f"no subspace is given for {missing[0]!r}. Given: {', '.join(spaces)}")
         spaces = {name: spaces[name] for name in wanted}
     return Given(spaces, definition_of(subspaces, directions), means)
-
-
-def read_answers(pairs: Any) -> Read:
-    """Of each run: whether its answer is the source's, whether it is the base's, and the logit difference. (example, 3)"""
-    return Read(_answers, pairs.read_pos[:, None].long(), {"answers": pairs.answers})
-
-
-def _answers(logits: Tensor, answers: Tensor) -> Tensor:
-    """Whether the answer is the source's, whether the base's, the logit difference, a sum over all. (example, 4)"""
-    scores = logits[:, 0].float()
-    high = int(answers.max())
-    if high >= scores.shape[-1]:
-        raise InputError(f"answer id {high} is outside the {scores.shape[-1]} logits of the model")
-    best = scores.argmax(-1)
-    gap = scores.gather(1, answers[:, :1]) - scores.gather(1, answers[:, 1:])
-    # Weights without a pattern: whatever logit changes, the sum does.
-    weights = torch.cos(1.7 * torch.arange(1, scores.shape[-1] + 1, device=scores.device, dtype=scores.dtype))
-    return torch.cat([(best[:, None] == answers).float(), gap, (scores @ weights)[:, None]], 1)

@@ -13,18 +13,19 @@ from probelens.errors import InputError, ShapeError
 from probelens.hooks.edits.edit import Edit
 from probelens.hooks.edits.swap import Swap, factors
 from probelens.hooks.edits.values import Add, Replace
-from probelens.hooks.inputs import padding_mask
 from probelens.hooks.model import HookedModel
 from probelens.hooks.passes.at import at
 from probelens.hooks.points import HookFn
 from probelens.numerics.modes import full_precision
 from probelens.patching.interchange_reader import reader_of
+from probelens.patching.pairs import Column, Side, Sides
 from probelens.patching.plan import Source
 from probelens.running.collect import collect
 from probelens.running.sweep.conditions import Intervention
 from probelens.subspaces.directions import between_share
 from probelens.subspaces.matched import orthogonal_pca, random, random_matched
 from probelens.subspaces.subspace import Subspace
+from probelens.tasks.examples import spread_mask
 
 __all__ = ["CONTROLS", "Given", "Swapped", "head_columns", "parts_at"]
 
@@ -43,6 +44,7 @@ class Swapped:
         complement: Whether everything but this part is taken.
         noise: Standard deviation of the noise that is added in place of an interchange. (...)
         seed: Of the noise.
+        length: Positions of the activation.
     """
 
     about: dict[str, Any]
@@ -51,6 +53,7 @@ class Swapped:
     complement: bool = False
     noise: Tensor | None = None
     seed: int = 0
+    length: int = 0
 
     def edit(self, pos: Tensor | None, source: Tensor) -> Edit:
         """Takes this part from ``source`` at ``pos``."""
@@ -58,17 +61,18 @@ class Swapped:
             return Replace(pos, source)
         return Swap(pos, source, self.left, self.right, self.complement)
 
-    def intervention(self, model: HookedModel, values: Source, column: Tensor | None) -> Intervention:
-        """This interchange at one position of each example; None for all. (example,)"""
-        name, noise = self.about["site"], self.noise
+    def intervention(self, model: HookedModel, values: Source, where: Column) -> Intervention:
+        """This interchange at one position of each example, or at several (example, pos); None for all."""
+        name, noise, (column, taken) = self.about["site"], self.noise, where
         if noise is None:
-            return values.put_in(name, column, self.edit)
-        length = values.examples.main.shape[1]
-        steps = sorted(set(column.tolist())) if column is not None and model.point(name).step else None
+            return values.put_in(name, column, self.edit, taken=taken)
+        length, span = self.length, column is not None and column.ndim == 2
+        every = column.any(0).nonzero() if span and column is not None else column
+        steps = sorted(set(every.flatten().tolist())) if every is not None and model.point(name).step else None
 
         def edit_for(rows: Tensor) -> HookFn:
             # Of each example its own, so that what is added doesn't depend on the batches.
-            lead = length if column is None else 1
+            lead = length if column is None or span else 1
             drawn = [
                 torch.randn(lead, *noise.shape, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + row))
                 for row in rows.tolist()
@@ -77,7 +81,8 @@ class Swapped:
             made = Add(None if column is None else column[rows], value)
             return made if steps is None else at(steps, made)
 
-        return Intervention(name, edit_for, column)
+        first = column.long().argmax(1) if span and column is not None else column
+        return Intervention(name, edit_for, first)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +102,8 @@ class Given:
 
 def parts_at(
     model: HookedModel,
-    pairs: Any,
+    sides: Sides,
+    where: Sequence[Column],
     name: str,
     given: Given,
     kinds: Sequence[str],
@@ -106,7 +112,7 @@ def parts_at(
     seed: int,
 ) -> list[Swapped]:
     """Everything that is interchanged at a site, head by head where heads are given. Controls are drawn once for it."""
-    change, spread, shape = _differences(model, pairs, name, batch_size)
+    change, spread, shape, length = _differences(model, sides, where, name, batch_size)
     found, out = given.spaces[name], []
     for head, space in (found if isinstance(found, Mapping) else {None: found}).items():
         columns = head_columns(model, name, head, shape)
@@ -128,7 +134,7 @@ def parts_at(
         found_here = here.parts(space, kinds, draws, seed)
         noise = torch.zeros_like(spread)
         noise[columns] = spread[columns] if bool(spread[columns].any()) else 1.0
-        found_here.append(Swapped(here.about("noise", space.d), noise=noise.reshape(shape), seed=seed))
+        found_here.append(Swapped(here.about("noise", space.d), noise=noise.reshape(shape), seed=seed, length=length))
         out += found_here
     return out
 
@@ -258,16 +264,48 @@ def head_columns(model: HookedModel, name: str, head: Any, shape: tuple[int, ...
     return slice(head * shape[1], (head + 1) * shape[1])
 
 
-def _differences(model: HookedModel, pairs: Any, name: str, batch_size: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """Clean less corrupted activations at real positions (row, d), the corrupted ones' deviations (d,), their axes."""
+def activations_of(model: HookedModel, side: Side, name: str, batch_size: int) -> tuple[Tensor, Tensor]:
+    """Activations of one run (example, pos, ...), and True where they are no padding (example, pos)."""
     axes = model.point(name).axes
     if axes and axes[:2] != ("batch", "pos"):
         raise InputError(f"{name!r} has the axes {axes}: an interchange needs (batch, pos, ...). Take another point")
-    mask = padding_mask(pairs.mask, model, pairs.clean)
-    clean, corrupted = (
-        collect(model, tokens, [name], batch_size=batch_size, attention_mask=mask)[name]
-        for tokens in (pairs.clean, pairs.corrupted)
-    )
-    shape = tuple(corrupted.shape[2:])
-    base = corrupted.flatten(2)[pairs.mask].float()
-    return clean.flatten(2)[pairs.mask].float() - base, base.std(0, correction=0), shape
+    n, parts, masks = len(side.examples), [], []
+    for rows in torch.arange(n).split(batch_size if side.always else n):
+        with model.hooks([(one.name, one.edit_for(rows)) for one in side.always]):
+            found = collect(
+                model, side.examples.part(rows).inputs, [name], batch_size=batch_size,
+                attention_mask=None if side.told is None else side.told[rows],
+            )  # fmt: skip
+        acts = found[name]
+        if acts.ndim < 3:
+            raise InputError(
+                f"{name!r} gives {tuple(acts.shape)}: an interchange needs (batch, pos, ...). Take another point"
+            )
+        parts.append(acts)
+        real = torch.ones(acts.shape[:2], dtype=torch.bool) if found.mask is None else found.mask
+        masks.append(real if side.real is None else real & spread_mask(side.real[rows].cpu(), acts.shape[1]))
+    return torch.cat(parts), torch.cat(masks)
+
+
+def _differences(
+    model: HookedModel, sides: Sides, where: Sequence[Column], name: str, batch_size: int
+) -> tuple[Tensor, Tensor, tuple[int, ...], int]:
+    """Clean less corrupted activations (row, d), the corrupted ones' deviations (d,), their axes, and their positions.
+
+    They are those of all real positions; of the positions that are interchanged where these differ between the sides.
+    """
+    clean, real = activations_of(model, sides.clean, name, batch_size)
+    corrupted, other = activations_of(model, sides.corrupted, name, batch_size)
+    shape, length = tuple(corrupted.shape[2:]), corrupted.shape[1]
+    moved = [(to, of) for to, of in where if to is not None and of is not None and to.ndim == 1]
+    if any(not torch.equal(to, of) for to, of in moved):
+        rows = torch.arange(len(corrupted))
+        base = torch.cat([corrupted[rows, to.cpu()] for to, _ in moved]).flatten(1).float()
+        source = torch.cat([clean[rows, of.cpu()] for _, of in moved]).flatten(1).float()
+    else:
+        shared = min(length, clean.shape[1])
+        both = real[:, :shared] & other[:, :shared]
+        if not bool(both.any()):
+            raise InputError("no position is real on both sides of a pair. Give pos='last', or (example, 2) positions")
+        base, source = (x[:, :shared].flatten(2)[both].float() for x in (corrupted, clean))
+    return source - base, base.std(0, correction=0), shape, length

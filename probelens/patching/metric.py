@@ -47,10 +47,10 @@ class _Reading:
             return torch.stack([value, preferred.to(value.device)], 1)
         if metric in ("logit_diff", "prob_diff"):
             assert answers is not None
-            difference = _difference(self.scores(outputs.float(), answers, strict=True))
+            difference = _difference(answer_scores(outputs.float(), answers, strict=True))
             if metric == "prob_diff":
                 chances = outputs.float().log_softmax(-1)
-                return torch.stack([_difference(self.scores(chances, answers).exp()), difference], 1)
+                return torch.stack([_difference(answer_scores(chances, answers).exp()), difference], 1)
             return torch.stack([difference, difference], 1)
         if metric == "kl":
             assert unedited is not None
@@ -65,25 +65,53 @@ class _Reading:
             return torch.stack([(number - answers[:, 0]).square(), _nearer(number.detach(), answers)], 1)
         return torch.stack([number, _nearer(number.detach(), answers)], 1)
 
-    def scores(self, scores: Tensor, answers: Tensor, strict: bool = False) -> Tensor:
-        """The score of both answers, of sets that of any of them: (example, class) -> (example, 2)."""
-        if strict and (high := int(answers.max())) >= scores.shape[-1]:
-            raise InputError(f"answer id {high} is outside the {scores.shape[-1]} logits of the model")
-        if strict and bool(scores.isnan().any()):
-            raise MetricError("logits are NaN at a counted position: the run before this metric went wrong")
-        if answers.ndim == 2:
-            return scores.gather(1, answers)
-        picked = scores.gather(1, answers.clamp(min=0).flatten(1)).view(answers.shape)
-        return picked.masked_fill(answers < 0, -torch.inf).logsumexp(-1)
-
     def _preferred(self, logits: Tensor, answers: Any) -> Tensor:
         """The logit difference; 0, by which no answer is preferred, where answers are no tokens or logits are NaN."""
         width = logits.shape[-1]
-        scores = self.scores(
+        scores = answer_scores(
             logits.float(), answers.clamp(max=width - 1) if answers.ndim == 3 else answers.clamp(0, width - 1)
         )
         known = ((answers >= 0) | (answers.ndim == 3)) & (answers < width)
         return torch.where(known.flatten(1).all(1), _difference(scores), 0.0).nan_to_num(0.0)
+
+
+def answer_scores(scores: Tensor, answers: Tensor, strict: bool = False) -> Tensor:
+    """The score of both answers, of sets that of any of them: (example, class) -> (example, 2)."""
+    if strict:
+        need_known(scores, answers)
+        if bool(scores.isnan().any()):
+            raise MetricError("logits are NaN at a counted position: the run before this metric went wrong")
+    if answers.ndim == 2:
+        return scores.gather(1, answers)
+    picked = scores.gather(1, answers.clamp(min=0).flatten(1)).view(answers.shape)
+    return picked.masked_fill(answers < 0, -torch.inf).logsumexp(-1)
+
+
+def need_known(scores: Tensor, answers: Tensor) -> None:
+    """Refuse (InputError) answers that are no class of the scores. (example, class), (example, ...)"""
+    if (high := int(answers.max())) >= scores.shape[-1]:
+        raise InputError(f"answer id {high} is outside the {scores.shape[-1]} logits of the model")
+
+
+def chosen_answers(outputs: Tensor, answers: Tensor) -> Tensor:
+    """Whether the argmax over all classes is the source's answer, whether the base's, the logit difference, a sum over all.
+
+    Outputs are logits (example, 1, class), or (example, class) of a model that answers once for each example; answers
+    (example, 2) are classes, or sets of them (example, 2, class) with -1 for none. (example, 4)
+    """
+    scores = (outputs[:, 0] if outputs.ndim == 3 else outputs).float()
+    need_known(scores, answers)
+    hits = is_answer(scores, answers)
+    # Weights without a pattern: whatever logit changes, the sum does.
+    weights = torch.cos(1.7 * torch.arange(1, scores.shape[-1] + 1, device=scores.device, dtype=scores.dtype))
+    gap = _difference(answer_scores(scores, answers))
+    return torch.cat([hits.float(), gap[:, None], (scores @ weights)[:, None]], 1)
+
+
+def is_answer(scores: Tensor, answers: Tensor) -> Tensor:
+    """Whether the argmax over classes is each answer, or any of a set of them: (example, class) -> (example, 2)."""
+    best = scores.argmax(-1).view(-1, *[1] * (answers.ndim - 1))
+    return (best == answers).reshape(*answers.shape[:2], -1).any(-1)
 
 
 def _difference(scores: Tensor) -> Tensor:

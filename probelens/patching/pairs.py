@@ -17,7 +17,7 @@ from probelens.hooks.edits.values import Add
 from probelens.hooks.inputs import mask_for_model, padding_mask
 from probelens.hooks.model import HookedModel
 from probelens.hooks.points import has_positions
-from probelens.patching.metric import NAMES, Metric, answered, read_metric
+from probelens.patching.metric import NAMES, Metric, answered, chosen_answers, read_metric
 from probelens.running.shapes import output_shape, positions_at
 from probelens.running.sweep.conditions import Intervention, Read
 from probelens.running.sweep.plan import sweep
@@ -118,25 +118,21 @@ def columns(pos: Pos, length: int, n: int, pairs: Any = None) -> tuple[list[Colu
     return [constant(p) for p in wanted], [str(p % length) for p in wanted]
 
 
-def shared_columns(pos: Pos, length: int, n: int) -> tuple[list[Tensor | None], list[str]]:
-    """Columns of positions that are the same on both sides, and their labels."""
-    found, labels = columns(pos, length, n)
-    if any(a is not None and b is not None and not torch.equal(a, b) for a, b in found):
-        raise ShapeError(f"pos must be (example,) with {n} examples here: the same position on both sides")
-    return [target for target, _ in found], labels
-
-
 # -- both runs ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """One run: its inputs, the mask that the model is told, what is read, and what is in place in every run of it."""
+    """One run: its inputs, the mask that the model is told, what is read, and what is in place in every run of it.
+
+    ``real`` is True where the inputs are no padding. (example, pos) or (example,)
+    """
 
     examples: Examples
     told: Tensor | None
     read: Read
     always: tuple[Intervention, ...] = ()
+    real: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,6 +145,7 @@ class Sides:
         n: Pairs.
         runs: Examples of each pair: 2 where each answer has a run of its own.
         answered: Whether the pairs say what the right answers are.
+        answers: Classes that are read by ``chosen_answers``, in sets with -1 for none. (example, 2) or (example, 2, class)
     """
 
     clean: Side
@@ -156,6 +153,7 @@ class Sides:
     n: int
     runs: int
     answered: bool
+    answers: Tensor = None  # type: ignore[assignment]  # a Tensor from chosen_sides
 
     def each(self, column: Tensor | None) -> Tensor | None:
         """A position of each pair as one of each example."""
@@ -201,6 +199,51 @@ def sides_of(model: HookedModel, pairs: PatchPairs, metric: Metric, batch_size: 
     return Sides(clean, corrupted, len(pairs), 2 if several else 1, known)
 
 
+def chosen_sides(model: HookedModel, pairs: PatchPairs, caller: str) -> Sides:
+    """Both runs of some pairs, read by ``chosen_answers``: the answer of a run is the argmax over all classes.
+
+    Raises InputError where there is none: values, answers of several tokens, outputs of one number.
+    """
+    if pairs.answers is None:
+        raise InputError(
+            f"{caller} asks whose answer a run gives, and the pairs say none. Give PatchPairs(answers=...)"
+        )
+    answers = answer_tokens(model, pairs.answers)
+    taken = (
+        f"{caller} takes one class for each side, or a set of them: the answer of a run is its argmax over all classes"
+    )
+    if answers.is_floating_point():
+        raise InputError(
+            f"answers are values, {tuple(answers.shape)} of {answers.dtype}, and values have no argmax. {taken}. For values, "
+            "pl.patch(metric='value') puts whole activations in, and pl.erase(metric='r2') removes a subspace; or swap "
+            "one with pl.edits.swap in run_with_hooks and read the number"
+        )
+    if answers.ndim == 3 and not pairs.any_of:
+        raise InputError(
+            f"answers are of up to {answers.shape[2]} tokens, and several tokens have no argmax. {taken}. Give the first "
+            "token of each, or sets where the tokens are alternatives (any_of=True); pl.patch scores answers of several tokens "
+            "by their log-probability"
+        )
+    told = [_told(model, pairs, side) for side in (0, 1)]
+    shape, kind = output_shape(model, pairs.sides[0], told[0]), f"this {type(model.module).__name__}"
+    _check_places(kind, pairs, shape)
+    if len(shape) == 1 or shape[-1] == 1:
+        raise InputError(
+            f"{kind} gives one number, which has no argmax. {taken}. Give two logits with pl.wrap(module, output=...), such as "
+            "lambda out: torch.stack([0 * out, out], -1) where the number is a logit; for values, pl.patch(metric='value') "
+            "puts whole activations in, and pl.erase(metric='r2') removes a subspace"
+        )
+    made = []
+    for side in (0, 1):
+        where = pairs.places("read_pos", side)
+        read = Read(
+            chosen_answers, None if where is None else where[:, None].long(), {"answers": answers},
+            by_position=len(shape) == 3,
+        )  # fmt: skip
+        made.append(Side(pairs.sides[side], told[side], read, real=(pairs.mask, pairs.corrupted_mask)[side]))
+    return Sides(made[0], replace(made[1], always=_noise(model, pairs)), len(pairs), 1, True, answers)
+
+
 def _told(model: HookedModel, pairs: PatchPairs, side: int) -> Tensor | None:
     """The attention mask for one side's inputs; a mapping has its own."""
     mask, examples = (pairs.mask, pairs.corrupted_mask)[side], pairs.sides[side]
@@ -213,12 +256,7 @@ def _check(
     model: HookedModel, pairs: PatchPairs, answers: Tensor | None, metric: Metric, shape: Sequence[int], several: bool
 ) -> None:
     kind = f"this {type(model.module).__name__}"
-    if len(shape) == 3 and pairs.read_pos is None and not callable(metric):
-        raise InputError(
-            f"{kind} answers at each position. Say where it is read: PatchPairs(read_pos=...), such as 'last'"
-        )
-    if len(shape) < 3 and pairs.read_pos is not None:
-        raise InputError(f"{kind} answers once for each example, at no position. Leave out read_pos (None)")
+    _check_places(kind, pairs, shape, callable(metric))
     number = len(shape) == 1 or shape[-1] == 1
     if metric in ("logit_diff", "prob_diff"):
         if number:
@@ -242,6 +280,16 @@ def _check(
             f"answers of several tokens are scored by their summed log-probability, and metric={_said(metric)} isn't. Give "
             "'logit_diff' (the difference of the sums) or 'prob_diff'"
         )
+
+
+def _check_places(kind: str, pairs: PatchPairs, shape: Sequence[int], whole: bool = False) -> None:
+    """Refuse (InputError) pairs that say where an answer at no position is read, or, unless ``whole``, that don't say where."""
+    if len(shape) == 3 and pairs.read_pos is None and not whole:
+        raise InputError(
+            f"{kind} answers at each position. Say where it is read: PatchPairs(read_pos=...), such as 'last'"
+        )
+    if len(shape) < 3 and pairs.read_pos is not None:
+        raise InputError(f"{kind} answers once for each example, at no position. Leave out read_pos (None)")
 
 
 def _said(metric: Metric) -> str:

@@ -332,12 +332,13 @@ class Source:
 
     def collected(self, rows: Tensor, batch_size: int | None = None) -> dict[str, Tensor]:
         """The activations of some examples at all points. each (batch, ...)"""
-        if self.always:
-            # Their rows are those of one batch.
-            batch_size = None
+        if self.always and batch_size is not None and batch_size < len(rows):
+            # What is always in place is made for the rows of one batch.
+            parts = [self.collected(part) for part in rows.split(batch_size)]
+            return {name: torch.cat([part[name] for part in parts]) for name in self.names}
         with self.model.hooks([(one.name, one.edit_for(rows)) for one in self.always]):
             return collect(
-                self.model, self.examples.rows(rows), self.names, batch_size=batch_size or len(rows),
+                self.model, self.examples.part(rows).inputs, self.names, batch_size=batch_size or len(rows),
                 attention_mask=None if self.mask is None else self.mask[rows],
             ).tensors  # fmt: skip
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import probelens as pl
 from probelens.patching.das_result import judged
 from probelens.patching.das_training import Learned, Lesson, Schedule, Swaps, learn, learn_rank
+from probelens.patching.pairs import chosen_sides
 
 RESID = "blocks.0.hook_resid_post"
 VALUES, COPIES, WIDTH = 3, 40, 12
@@ -178,7 +179,7 @@ def test_loss_and_gradient_of_a_step_are_those_of_a_hand_written_one(
     want = by_hand(model, pairs, site, where, weight, before, width)
     (want_grad,) = torch.autograd.grad(want, weight)
     column = torch.full((len(pairs),), where) if isinstance(where, int) else where
-    swaps = Swaps(model, pairs, site, column, (before, width - before - part))
+    swaps = Swaps(model, chosen_sides(model, pairs, "das()"), site, column, (before, width - before - part))
     lesson = Lesson(swaps, torch.arange(len(pairs)), pairs.answers[:, 0])
     got = lesson.loss(torch.linalg.qr(weight).Q.mT, lesson.rows)
     (grad,) = torch.autograd.grad(got, weight)
@@ -265,7 +266,9 @@ def test_a_caller_without_gradients_gets_the_same(found: pl.DASResult) -> None:
 
 def test_training_ends_where_the_loss_is_flat() -> None:
     model, pairs = planted()
-    swaps = Swaps(model, pairs, "hook_embed", torch.zeros(len(pairs), dtype=torch.long))  # nobody reads there
+    swaps = Swaps(
+        model, chosen_sides(model, pairs, "das()"), "hook_embed", torch.zeros(len(pairs), dtype=torch.long)
+    )  # nobody reads there
     lesson = Lesson(swaps, torch.arange(len(pairs)), pairs.answers[:, 0])
 
     class Bar:

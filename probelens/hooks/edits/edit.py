@@ -33,6 +33,7 @@ class Edit:
 
     pos: Positions = None
     pure: ClassVar[bool] = True  # leaves what it gets as it is
+    everywhere: ClassVar[tuple[str, ...]] = ()  # fields with a tensor that has no axis of positions
 
     def new(self, tensor: Tensor, hook: HookPoint | None) -> Tensor:
         """Compute what the tensor becomes where the edit applies. Subclasses define it.

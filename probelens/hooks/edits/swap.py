@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class Swap(Edit):
     that of the positions are taken together, heads and states included.
     """
 
+    everywhere: ClassVar[tuple[str, ...]] = ("left", "right")
     source: Tensor | None = None
     left: Tensor | None = None
     right: Tensor | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -108,6 +108,7 @@ class Resample(Edit):
         rows: Which example of ``source`` each row of the batch takes; overrides the draw. (batch,)
     """
 
+    everywhere: ClassVar[tuple[str, ...]] = ("rows",)
     source: Tensor | None = None
     seed: int = 0
     rows: Tensor | None = None

@@ -41,7 +41,7 @@ def _cut(edit: Edit, tensor: Tensor, axis: int) -> Edit:
         value = getattr(edit, field.name)
         if isinstance(value, Edit):
             changes[field.name] = _cut(value, tensor, axis)
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or field.name in edit.everywhere:
             continue
         if field.name == "pos" and value.dtype == torch.bool and value.ndim == 2 and value.shape[1] > length:
             if bool(value[:, length:].any()):
