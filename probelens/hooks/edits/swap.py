@@ -21,8 +21,14 @@ __all__ = ["Swap", "swap"]
 class Swap(Edit):
     """Take the part L R of an activation from a source: h + L R (s − h), or all but it: s − L R (s − h).
 
-    ``left`` L (rank, d) has the directions that change as rows, ``right`` R (rank, d) those that are read. Axes after
-    that of the positions are taken together, heads and states included.
+    Axes after that of the positions are taken together, heads and states included.
+
+    Args:
+        pos: Where; see ``Edit``.
+        source: s, the activation of the other run. (...), (pos, ...) or (batch, pos, ...)
+        left: L, the directions that change as rows. (rank, d)
+        right: R, those that are read. (rank, d)
+        complement: Take all but that part.
     """
 
     everywhere: ClassVar[tuple[str, ...]] = ("left", "right")
@@ -32,7 +38,18 @@ class Swap(Edit):
     complement: bool = False
 
     def new(self, tensor: Tensor, hook: HookPoint | None) -> Tensor:
-        """The activation with the part of the source. (batch, pos, ...)"""
+        """The activation with the part of the source.
+
+        Args:
+            tensor: (batch, pos, ...)
+            hook: The hook point.
+
+        Returns:
+            The same shape, in float32 or wider.
+
+        Raises:
+            ShapeError: Directions of another width than the activation's.
+        """
         assert self.source is not None
         assert self.left is not None
         assert self.right is not None
@@ -51,10 +68,22 @@ class Swap(Edit):
 
 
 def swap(source: Tensor, directions: Any, pos: Positions = None, *, complement: bool = False) -> Swap:
-    """Put only a subspace's projection of the source's activation in: Geiger et al. 2021, arXiv 2106.02997.
+    """Put only a subspace's projection of the source's activation in.
 
-    ``source`` is (...), (pos, ...) or (batch, pos, ...); ``directions`` a ``Subspace``, an ``Eraser`` or orthonormal
-    rows (rank, d). With ``complement`` everything but that projection is put in.
+    Args:
+        source: The activation of the other run. (...), (pos, ...) or (batch, pos, ...)
+        directions: A ``Subspace``, an ``Eraser``, or orthonormal rows (rank, d).
+        pos: Positions, as for ``Edit``.
+        complement: Put everything but that projection in.
+
+    Returns:
+        The edit.
+
+    Raises:
+        ShapeError: Directions that aren't rows.
+
+    Source:
+        Geiger et al. 2021, arXiv 2106.02997.
 
     Examples:
         >>> h, s = torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[5.0, 7.0]]])
