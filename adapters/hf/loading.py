@@ -19,6 +19,11 @@ TASKS = {
 }  # fmt: skip
 
 
+MOST_LAYERS = 10_000  # many times what the deepest model has; each costs time and memory before any weight is read
+_DEPTHS = frozenset({"num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers",
+                     "decoder_layers", "depth"})  # fmt: skip
+
+
 def load_pretrained(
     name: str, *, device: str | torch.device | None, dtype: torch.dtype | str | None, trust_remote_code: bool,
     strict: bool = True, task: str | None = None, **kw: Any,
@@ -88,14 +93,15 @@ def _class_of(name: str, task: str | None, hub: dict[str, Any], trust_remote_cod
     """
     import transformers
 
-    if task is not None:
-        if task not in TASKS:
-            raise InputError(f"task={task!r} is not known. Allowed: {', '.join(map(repr, TASKS))}")
-        return getattr(transformers, TASKS[task])
+    if task is not None and task not in TASKS:
+        raise InputError(f"task={task!r} is not known. Allowed: {', '.join(map(repr, TASKS))}")
     try:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **hub)
     except Exception:  # of whatever kind: loading the model with it will raise the same
-        return transformers.AutoModelForCausalLM
+        return getattr(transformers, TASKS[task]) if task is not None else transformers.AutoModelForCausalLM
+    _need_possible(name, config.to_dict())
+    if task is not None:
+        return getattr(transformers, TASKS[task])
     names = [str(name) for name in getattr(config, "architectures", None) or ()]
     remote = getattr(config, "auto_map", None) or {}
     for found in (getattr(transformers, name, None) for name in names if not remote):
@@ -104,6 +110,17 @@ def _class_of(name: str, task: str | None, hub: dict[str, Any], trust_remote_cod
     # The class comes with the checkpoint, and the kind of its own that the map names is the one to ask for it.
     kinds = [kind for kind in TASKS.values() if kind in remote]
     return getattr(transformers, kinds[0] if kinds else "AutoModelForCausalLM")
+
+
+def _need_possible(name: str, config: dict[str, Any]) -> None:
+    """Refuse a config of absurdly many layers before they are made, also in the configs of its parts."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _need_possible(name, value)
+        elif key in _DEPTHS and isinstance(value, int) and value > MOST_LAYERS:
+            raise InputError(
+                f"the config of {name!r} says {key}={value:,}, and at most {MOST_LAYERS:,} are made. Correct its config.json."
+            )
 
 
 def _described(made: Any) -> str:

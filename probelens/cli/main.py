@@ -249,7 +249,7 @@ def _profile(args: argparse.Namespace) -> int:
     labels = None if args.labels is None else [part.strip() for part in args.labels.split(",") if part.strip()]
     model = _load(args.model)
     task = profile_run.task_for(model, args.model, args.task, args.task_settings)
-    name = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{Path(args.model).name}-{task.name}").strip("-")
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{Path(args.model).name}-{task.name}").strip("-")[:200]
     folder = Path(f"runs/profile-{name}" if args.out is None else args.out)
     found = profile_run.profile_model(
         model, task, folder, settings, labels=labels, source=args.model, progress=not args.quiet

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -70,9 +71,9 @@ def profile_model(
         raise InputError(
             f"length={settings.length}: with its start token that is {length} of {limit} positions at most"
         )
-    if folder.exists() and not folder.is_dir():
+    if os.path.exists(folder) and not os.path.isdir(folder):
         raise StoreError(f"{str(folder)!r} is a file, not a folder. Choose another run folder.")
-    if (folder / "run.json").exists() and RunRecord.load(folder).recipe != NAME:
+    if os.path.exists(folder / "run.json") and RunRecord.load(folder).recipe != NAME:
         raise StoreError(f"{str(folder)!r} holds a run of another recipe. Choose another run folder.")
     config = {
         "model": source or model.cfg.model_name, "weights": weights_hash(model), "task": dict(task.config),
@@ -155,7 +156,7 @@ def _trained_on(folder: Path) -> dict[str, Any] | None:
     from probelens import tasks
     from probelens.models.training_run import STATE_FILE, TrainState
 
-    if not (folder / STATE_FILE).is_file():
+    if not os.path.isfile(folder / STATE_FILE):
         return None
     try:
         config = TrainState.load(folder / STATE_FILE).identity["task"]

@@ -83,7 +83,7 @@ class RunRecord:
                 would be written over by this one's.
             StoreError: The folder's record is damaged, or it can't be written.
         """
-        if (Path(folder) / FILE).exists():
+        if os.path.exists(Path(folder) / FILE):
             before = RunRecord.load(folder)
             # As they come back from the file: tuples are lists there.
             both = (json.loads(json.dumps(r.config)) for r in (self, before))
@@ -111,8 +111,8 @@ class RunRecord:
             StoreError: No folder, no record in it, or one that is damaged or foreign.
         """
         path = Path(folder) / FILE
-        if not path.is_file():
-            what = "has no run.json" if Path(folder).is_dir() else "is not a folder"
+        if not os.path.isfile(path):
+            what = "has no run.json" if os.path.isdir(folder) else "is not a folder"
             raise StoreError(
                 f"{str(folder)!r} is not a run folder: it {what}. "
                 "Give the folder that `probelens run` or `probelens profile` wrote."

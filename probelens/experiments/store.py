@@ -66,7 +66,7 @@ class Store:
         if not os.fspath(folder):
             raise InputError("a run needs a folder, got an empty path")
         self.folder = Path(folder)
-        if self.folder.exists() and not self.folder.is_dir():
+        if os.path.exists(self.folder) and not os.path.isdir(self.folder):
             raise StoreError(f"{str(folder)!r} is a file, not a folder. Choose another run folder.")
 
     def cell(self, key: str) -> Path:
@@ -121,7 +121,7 @@ class Store:
         Returns:
             True once its rows are written.
         """
-        return (self.cell(key) / "rows.parquet").is_file()
+        return os.path.isfile(self.cell(key) / "rows.parquet")
 
     def write(self, key: str, config: Mapping[str, Any], rows: Iterable[Row]) -> Path:
         """Complete a cell: its config, then its rows, each whole or not at all.

@@ -118,7 +118,7 @@ def _check_sizes(fields: dict[str, Any], file: Path) -> None:
 
 def _file(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
-    return path / "model.safetensors" if path.is_dir() else path
+    return path / "model.safetensors" if os.path.isdir(path) else path
 
 
 def _header(file: Path) -> str | None:

@@ -58,7 +58,7 @@ def load(
     if not text:
         raise InputError("load() needs a hub id or a folder, got an empty name")
     place = Path(text)
-    if place.exists():
+    if os.path.exists(place):  # False for a name that is too long, where pathlib raises
         from probelens.models import checkpoint
 
         configs = ("config.json", "adapter_config.json")

@@ -47,7 +47,7 @@ class Stream:
 
     def _read(self) -> None:
         """Read the record in the folder, if it is new, and check the files that it names."""
-        if self.folder.exists() and not self.folder.is_dir():
+        if os.path.exists(self.folder) and not os.path.isdir(self.folder):
             raise StoreError(f"can't write to {str(self.folder)!r}: it is a file. Give a folder as out=")
         try:
             text = self.record.read_text()
