@@ -19,7 +19,7 @@ from probelens.running.collect import Activations
 from probelens.subspaces.directions import between_share, variance_share
 from probelens.subspaces.fitted import moments, top_pca
 from probelens.subspaces.leace import Eraser
-from probelens.subspaces.matched import OVERLAP, orthogonal_pca, random, random_matched
+from probelens.subspaces.matched import OVERLAP, orthogonal_pca, random, random_matched, seed_of_place
 from probelens.subspaces.oracle import BoundEraser
 from probelens.subspaces.subspace import Subspace
 from probelens.tasks.data import Batch
@@ -120,7 +120,7 @@ def with_controls(
     if unknown:
         raise InputError(f"unknown control {unknown[0]!r}. Allowed: {', '.join(map(repr, CONTROLS))}")
     out: list[Removal] = []
-    for name, space in spaces.items():
+    for place, (name, space) in enumerate(spaces.items()):
         x = acts[name]
         mask = spread_mask(batch.mask, x.shape[1]) if x.ndim > 1 else batch.mask
         check_activations(model, name, x, mask)
@@ -133,7 +133,7 @@ def with_controls(
         between = between_rows(real, spread_labels(label, batch.labels[label], x.shape[1])[mask])
         site = {"site": name, "layer": model.point(name).depth, "label": label}
         site["directions"] = named or space.label or "given"
-        drawn, problem = _draw_controls(space, mean, covariance, kinds, draws, seed)
+        drawn, problem = _draw_controls(space, mean, covariance, kinds, draws, seed_of_place(seed, place))
         about = partial(_about, site, covariance, between, span_of(space))
         target = about("target", 0, space)
         target.update(control_overlap=_overlap(space, drawn), control_problem=problem)

@@ -41,8 +41,10 @@ def effect(
     The ends are of a prediction interval: *one* draw differs from the mean of m draws by √((m+1)/(m−1)) times what the
     m draws do. Sequences are resampled for target and draws together; what that adds counts as far as it is more than
     the noise that the draws' own spread already holds. A target that is itself a draw of its control so leaves 0
-    outside in about one case of twenty; an interval over sequences alone does in most. All costs are divided by the
-    mean of ``room``, what there is to lose in each example.
+    outside in about one case of twenty; an interval over sequences alone does in most. Adding the whole of the sequences'
+    spread counts it twice, as a draw's mean cost has it too: where draws are alike such an interval is half as wide again,
+    and leaves 0 outside in no case at all. All costs are divided by the mean of ``room``, what there is to lose in each
+    example.
 
     A target that costs each sequence the same doesn't show the sequences' spread. Where ``most``, the largest cost of a
     sequence, is known, the ends are then further out by what a change in none of n sequences leaves open (about 3.7/n).
@@ -99,6 +101,9 @@ def max_t_over_sites(targets: Tensor, draws: Tensor) -> Tensor:
     At each site the costs of target and draws are standardised together. A target's p is the share of draw numbers, its
     own included, whose largest standardised cost over the sites is as large as the target's; the sites are gone through
     from the largest statistic down, each compared with those left (Westfall and Young 1993, step-down max-T).
+
+    That holds where draws at different sites are no more alike than targets are: made independently. Draws that are one
+    direction at every site are one number 13 times over where 13 sites cost alike, and p isn't adjusted at all.
     """
     if draws.ndim != 2 or targets.shape != draws.shape[:1]:
         raise ShapeError(

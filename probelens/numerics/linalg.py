@@ -9,6 +9,7 @@ from probelens.errors import InputError, ShapeError
 from probelens.numerics.tensors import tensor_of, to_float64
 
 _CHUNK = 4096
+_SMALL = 32  # rows
 
 
 def inverse(matrices: Tensor) -> Tensor:
@@ -34,7 +35,7 @@ def _safe(matrices: Tensor) -> bool:
     is not safe for matrices of about 150 rows and more: it prints "Parameter 6 was incorrect on entry to
     DLASWP", and the answer is wrong or never comes (pytorch/pytorch issues 141358 and 142815).
     """
-    return matrices.ndim == 2 or matrices.device.type != "cpu" or not matrices.numel()
+    return matrices.ndim == 2 or matrices.device.type != "cpu" or not matrices.numel() or matrices.shape[-1] <= _SMALL
 
 
 def covariance_of(covariance: Tensor, d: int | None = None) -> Tensor:

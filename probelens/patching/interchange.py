@@ -137,8 +137,8 @@ def interchange_plan(
     where, labels = columns(pos, length_at(model, sides.corrupted, names, pairs, pos is not None), len(pairs), pairs)
     check_positions(model, names, [target for target, _ in where])
     parts: list[tuple[Swapped, Column]] = []
-    for name in names:
-        made = parts_at(model, sides, where, name, given, kinds, draws, batch_size, seed)
+    for place, name in enumerate(names):
+        made = parts_at(model, sides, where, name, given, kinds, draws, batch_size, seed, place)
         for column, text in zip(where, labels, strict=True):
             parts += [(replace(m, about={**m.about, "pos": text}), column) for m in made]
 

@@ -23,7 +23,7 @@ from probelens.patching.plan import Source
 from probelens.running.collect import collect
 from probelens.running.sweep.conditions import Intervention
 from probelens.subspaces.directions import between_share
-from probelens.subspaces.matched import orthogonal_pca, random, random_matched
+from probelens.subspaces.matched import orthogonal_pca, random, random_matched, seed_of_place
 from probelens.subspaces.subspace import Subspace
 from probelens.tasks.examples import spread_mask
 
@@ -110,11 +110,15 @@ def parts_at(
     draws: int,
     batch_size: int,
     seed: int,
+    place: int,
 ) -> list[Swapped]:
-    """Everything that is interchanged at a site, head by head where heads are given. Controls are drawn once for it."""
+    """Everything that is interchanged at a site, head by head where heads are given. Controls are drawn once for it.
+
+    ``place`` is the site's number among all; each head of each site has draws of its own.
+    """
     change, spread, shape, length = _differences(model, sides, where, name, batch_size)
     found, out = given.spaces[name], []
-    for head, space in (found if isinstance(found, Mapping) else {None: found}).items():
+    for number, (head, space) in enumerate((found if isinstance(found, Mapping) else {None: found}).items()):
         columns = head_columns(model, name, head, shape)
         here = Here(
             model,
@@ -131,7 +135,7 @@ def parts_at(
                 f"the subspace for {name!r} has width {space.d}, the activations there have {here.width}"
                 + ("" if head is None else f" in head {head}")
             )
-        found_here = here.parts(space, kinds, draws, seed)
+        found_here = here.parts(space, kinds, draws, seed_of_place(seed, 1000 * place + number))
         noise = torch.zeros_like(spread)
         noise[columns] = spread[columns] if bool(spread[columns].any()) else 1.0
         found_here.append(Swapped(here.about("noise", space.d), noise=noise.reshape(shape), seed=seed, length=length))

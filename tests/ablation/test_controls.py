@@ -75,6 +75,19 @@ def test_adjusted_p_is_what_numpy_makes_of_the_rows(adjust: str) -> None:
     assert any(a > r for a, r in zip(want, raw, strict=True)), "three sites are not one"
 
 
+def test_each_site_has_draws_of_its_own_also_where_sites_hold_the_same() -> None:
+    model, batch = known(n=40)
+    got = pl.ablate(
+        model, batch, {site: axes(0, 5) for site in SITES}, label="answer", refit=False, controls=30, metric="accuracy"
+    )
+    for kind in ("random", "random_matched"):
+        drops = [[r["drop"] for r in got.rows if (r["site"], r["condition"]) == (s, kind)] for s in SITES]
+        assert [len(d) for d in drops] == [30, 30, 30]
+        for one, other in ((0, 1), (0, 2), (1, 2)):
+            assert abs(np.corrcoef(drops[one], drops[other])[0, 1]) < 0.5, (kind, one, other)
+    assert len({r["drop"] for r in got.targets()}) == 1, "the sites do hold the same"
+
+
 def test_an_unknown_adjustment_is_refused() -> None:
     model, batch = known(n=10)
     with pytest.raises(pl.InputError, match="adjust='bonferroni' is not known. Allowed: 'max_t', 'holm'"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -91,3 +92,44 @@ def test_adjusted_p_steps_down_and_never_falls_below_the_raw_one() -> None:
     # With the two strong sites gone through first, the third is compared with the two that are left only.
     alone = max_t_over_sites(targets[2:], draws[2:])
     assert float(p[2]) == pytest.approx(float(alone[0]))
+
+
+@pytest.mark.parametrize(("alike", "least", "most"), [(False, 0.0, 0.08), (True, 0.3, 0.6)])
+def test_draws_must_be_made_for_each_site_where_the_sites_resemble_each_other(
+    alike: bool, least: float, most: float
+) -> None:
+    rng = np.random.default_rng(0)
+
+    def cost(*shape: int) -> np.ndarray:
+        """What a random direction shares with the one that is read, the same one at all sites."""
+        drawn = rng.standard_normal((*shape, 8))
+        return drawn[..., 0] ** 2 / (drawn**2).sum(-1)
+
+    found = 0
+    for _ in range(400):
+        draws = np.repeat(cost(1, 99), 13, 0) if alike else cost(13, 99)
+        p = max_t_over_sites(torch.tensor(cost(13)), torch.tensor(draws))
+        found += bool((p <= 0.05).any())
+    assert least <= found / 400 <= most
+
+
+def test_the_whole_spread_of_sequences_on_top_of_the_draws_would_be_counted_twice() -> None:
+    """numpy, sample by sequence sample, with one draw each: the interval is right where sequences hardly differ."""
+
+    def twice(costs: np.ndarray, rng: np.random.Generator) -> tuple[float, float]:
+        m, n = len(costs) - 1, costs.shape[1]
+        means = rng.multinomial(n, np.full(n, 1 / n), size=1000) @ costs.T / n
+        target, draws = means[:, 0], means[:, 1:]
+        one = draws[np.arange(1000), rng.integers(m, size=1000)] - draws.mean(1)
+        low, high = np.quantile(target - draws.mean(1) - one * ((m + 1) / (m - 1)) ** 0.5, [0.025, 0.975])
+        return float(low), float(high)
+
+    rng = np.random.default_rng(1)
+    for noise, apart in ((0.01, (0.97, 1.03)), (0.3, (1.3, 1.7))):
+        ratio = []
+        for seed in range(20):
+            costs = null(seed, 99, 60, 0.02, noise).numpy().astype(np.float64)
+            found = effect(torch.tensor(costs[0]), torch.tensor(costs[1:]), torch.ones(60, dtype=torch.float64))
+            low, high = twice(costs, rng)
+            ratio.append((high - low) / (found.high - found.low))
+        assert apart[0] < np.mean(ratio) < apart[1], (noise, np.mean(ratio))

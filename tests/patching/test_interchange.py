@@ -146,6 +146,16 @@ def test_the_feature_that_is_read_is_used_and_another_is_used_elsewhere() -> Non
     assert (other["iia"], other["verdict"]) == (0.0, "used elsewhere")
 
 
+def test_each_site_has_draws_of_its_own_also_where_sites_hold_the_same() -> None:
+    model, pairs = known()
+    sites = ("blocks.0.hook_resid_pre", "hook_embed")
+    found = interchange(model, pairs, {site: axis(0) for site in sites}, pos=2, kinds=("random",), controls=4)
+    carried = [[r["variance"] for r in found.rows if r["site"] == s and r["condition"] == "random"] for s in sites]
+    assert len(carried[0]) == 4
+    assert not set(carried[0]) & set(carried[1])
+    assert len({r["variance"] for r in found.targets()}) == 1, "the sites do hold the same"
+
+
 def test_a_position_that_nobody_reads_is_unread_and_one_without_the_variable_is_not_where_it_is() -> None:
     model, pairs = known()
     row = interchange(model, pairs, {"blocks.0.hook_resid_post": axis(0)}, pos=0).targets()[0]
