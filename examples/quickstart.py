@@ -1,4 +1,4 @@
-"""Train an LSTM and a Transformer on nested brackets, and see where depth is readable, needed and sufficient.
+"""Train an LSTM and a Transformer on nested brackets, and see where depth is readable, needed, sufficient and used.
 
     probelens run quickstart
 

@@ -20,7 +20,7 @@ MODELS = {"LSTM": PALETTE[0], "Transformer": PALETTE[1]}
 # Measure and its control: what is drawn in each panel, and what it is called there.
 PANELS = {
     "Readable": ("a probe reads the depth", "… of the untrained model"),
-    "Needed": ("answers lost without the probe's subspace", "… without random ones of equal variance"),
+    "Needed": ("answers lost without the probe's own rows", "… without random ones of equal variance"),
     "Sufficient": ("patching the last token restores the answer", "… patching the token that was changed"),
 }
 INK = {"light": ("#23282f", "#5b626c", "#d9dde2"), "dark": ("#e4e7eb", "#a9b0b9", "#3a414b")}

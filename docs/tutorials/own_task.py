@@ -59,7 +59,8 @@ print(task.decode(pairs.clean[:1]), task.decode(pairs.corrupted[:1]), pairs.answ
 # %% [markdown]
 # ## From the task to a verdict
 #
-# Train something on it, and ask all three questions of every layer in one call.
+# Train something on it, and ask all four questions of every layer in one call: can the variable be read, is it needed, does
+# patching restore it, does the answer follow it.
 
 # %%
 config = pl.models.FormalConfig.for_task("gru", task, n_layers=3, d_model=32, embedding_std=1.0)
@@ -68,7 +69,14 @@ settings = pl.training.TrainConfig(length=16, steps=600, lr=3e-3, warmup=20, dec
 print(pl.training.train(module, task, config=settings, progress=False).accuracy)
 
 profile = pl.profile(pl.wrap(module), task, length=16, n_probe=250, n_ablate=100, controls=10, mlp=False)
-profile.to_dataframe()[["layer", "accuracy", "last_w", "drop", "refit_accuracy", "verdict"]]
+asked = ["layer", "readable", "accuracy", "baseline", "needed", "drop", "filter_drop", "sufficient", "recovery", "used", "iia"]
+profile.answers()[asked]
+
+# %% [markdown]
+# Each answer stands beside the number that it rests on: the accuracy of a probe beside the best guess, the accuracy lost without
+# the span of the class means beside what is lost without the probe's own rows (`filter_drop`), the largest share of the gap that
+# one patched position restores, the share of pairs whose answer follows the class means of another run.
+# `needed` can't tell here, since ten draws of the controls are too few for a p of 0.05; leave `controls` out for as many as it takes.
 
 # %% [markdown]
 # The verdict of the whole profile says *where* the variable builds up, by rules that are written down in

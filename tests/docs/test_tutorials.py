@@ -26,16 +26,25 @@ def probe(names: Names) -> None:
 
 
 def ablate(names: Names) -> None:
-    rows = {row["layer"]: row for row in names["ablated"].targets()}
-    assert rows[1]["drop"] < 0.25
-    assert rows[1]["refit_accuracy"] > 0.95
-    assert rows[1]["verdict"] == "inconclusive"
-    assert rows[0]["effect_p"] > 0.2
-    assert all(rows[layer]["effect_lo"] < 0 < rows[layer]["effect_hi"] for layer in (0, 1))
+    filters, means = ({row["layer"]: row for row in names[name].targets()} for name in ("filters", "ablated"))
+    assert filters[1]["drop"] < 0.25
+    assert abs(filters[2]["drop"]) < 0.05
+    assert filters[1]["refit_accuracy"] > 0.95
+    assert all(means[i]["drop"] > filters[i]["drop"] + 0.2 for i in (0, 1, 2))
+    assert all(means[i]["between_variance"] > 0.99 > filters[i]["between_variance"] for i in (0, 1, 2))
+    assert all(means[i]["refit_accuracy"] < 0.65 and means[i]["refit_mlp_accuracy"] > 0.9 for i in (0, 1, 2))
+    assert all(rows[i]["verdict"] == "inconclusive" for rows in (filters, means) for i in (0, 1))
+    assert [means[i]["needed"] for i in (0, 1, 2)] == ["yes", "yes", "can't tell"]
+    assert {means[i]["effect_against"] for i in (0, 1, 2)} == {"random"}
     erased = {row["layer"]: row for row in names["erased"].rows}
     assert erased[1]["drop"] > 0.4
     assert erased[1]["refit_mlp_accuracy"] > 0.9
+    assert erased[-1]["verdict"] == "underpowered"
     assert min(row["drop"] for row in names["replaced"].rows) > 0.4
+    shares = names["shares"]
+    assert shares["target"].min() > 0.95
+    assert shares["complement"].max() < 0.05
+    assert set(names["verdicts"]) == {"used"}
 
 
 def patch(names: Names) -> None:
@@ -56,6 +65,9 @@ def state(names: Names) -> None:
 
 def own_task(names: Names) -> None:
     assert names["profile"].behaviour["all"] > 0.95
+    answers = names["profile"].answers()
+    assert {"readable", "needed", "sufficient", "used"} <= set(answers)
+    assert len(answers) == 4
     assert names["data"].mask.sum() == 13
 
 

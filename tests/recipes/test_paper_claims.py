@@ -173,6 +173,19 @@ def test_a_direction_that_costs_nothing_contradicts_the_first_version() -> None:
     mixed = nothing + ablated("gru", "parity", "direction", [0.5, 0.5, 0.5])
     assert found(mixed, claim).agrees is False
     assert found(ablated("lstm", "parity", "direction", [0.11, 0.1, 0.0]), claim).agrees is None
+    # The class means are a claim of their own, and change nothing in what is said of the probe's direction.
+    both = (
+        nothing
+        + ablated("lstm", "parity", "mean_direction", [0.5, 0.5, 0.5])
+        + ablated("lstm", "parity", "means", [0.5] * 3, refit=0.5)
+    )
+    assert found(both, claim) == found(nothing, claim)
+    assert found(both, "6. Ablating the best class-mean direction").agrees is True
+    assert found(both, "A. A probe refitted after removing the best class-mean direction").agrees is True
+    erased = found(both, "A. A probe refitted after removing the span of the class means")
+    assert erased.agrees is False
+    assert "by construction" in erased.note
+    assert not [c for c in claims(pd.DataFrame(nothing)) if "class-mean" in c.claim], "earlier runs have none"
 
 
 def test_recovery_by_a_refitted_probe() -> None:

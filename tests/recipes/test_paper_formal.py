@@ -25,9 +25,24 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> formal.Config:
 
 def test_one_cell_gives_every_kind_of_row(done: formal.Config) -> None:
     rows = pd.read_parquet(Path(done.out) / "rows.parquet")
-    assert set(rows["kind"]) == {"training", "behaviour", "probe", "indices", "ablation", "dose", "length", "site"}
+    assert set(rows["kind"]) == {
+        "training",
+        "behaviour",
+        "probe",
+        "indices",
+        "ablation",
+        "dose",
+        "length",
+        "interchange",
+        "site",
+    }
     ablations = rows[rows["kind"] == "ablation"]
-    assert set(ablations["what"]) == {"direction", "rows", "leace", "inlp"}
+    named = ablations.groupby("what")["directions"].first().to_dict()
+    assert set(ablations["what"]) == {"direction", "rows", "mean_direction", "means", "leace", "inlp"}
+    assert {named[what] for what in ("direction", "rows")} == {"filter"}, "as the paper takes them"
+    assert {named[what] for what in ("mean_direction", "means")} == {"class_means"}
+    apart = ablations.pivot(index="layer", columns="what", values="between_variance")
+    assert (apart["means"] > 5 * apart["rows"]).all(), "on new sequences, too, classes differ along the class means"
     for what, part in ablations.groupby("what"):
         assert part["layer"].tolist() == [-1, 0, 1, 2, 3], what
         assert part[["refit_accuracy", "refit_mlp_accuracy", "baseline"]].notna().all(axis=None)
@@ -35,6 +50,9 @@ def test_one_cell_gives_every_kind_of_row(done: formal.Config) -> None:
     assert probes[["majority", "position", "last_w", "untrained"]].notna().all(axis=None)
     assert probes[probes["span"] == "all"][["selectivity", "compression"]].notna().all(axis=None)
     assert rows["task"].eq("parity").all(), "tables with a column of that name don't win over the cell's"
+    followed = rows[rows["kind"] == "interchange"]
+    assert {"target", "full", "complement", "random"} <= set(followed["condition"])
+    assert not followed.duplicated(["label", "site", "condition"]).any()
     (site,) = rows[rows["kind"] == "site"].to_dict("records")
     assert "pairs is answered correctly by both runs" in site["problem"], "it has learned nothing, and the row says so"
     assert (Path(done.out) / "report.html").stat().st_size > 1e5
@@ -51,7 +69,7 @@ def test_what_was_measured_is_not_measured_again(done: formal.Config, monkeypatc
     def never(*args: object, **kwargs: object) -> None:
         raise AssertionError("a part that is there was measured again")
 
-    for name in ("probe", "ablate", "erase", "length_transfer"):
+    for name in ("probe", "ablate", "erase", "length_transfer", "interchange"):
         monkeypatch.setattr(pl, name, never)
     formal.run(done, progress=False)
     pd.testing.assert_frame_equal(store.rows(key), before)

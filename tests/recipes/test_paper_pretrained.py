@@ -188,13 +188,13 @@ def test_a_pretrained_cell_gives_every_kind_of_row(run: SimpleNamespace, tmp_pat
     words = ["run", "paper-pretrained", "--preset", "smoke", "--model", places, "--out", str(tmp_path / "run")]
     assert main(words) == 0
     rows = pd.read_parquet(tmp_path / "run" / "rows.parquet")
-    kinds = {"training", "behaviour", "probe", "probe_before", "indices", "ablation", "site"}
+    kinds = {"training", "behaviour", "probe", "probe_before", "indices", "ablation", "interchange", "site"}
     for arch in ("transformer", "mamba"):
         part = rows[rows["model"] == arch]
         assert kinds <= set(part["kind"])
         assert set(part["arch"]) == {arch}
         ablations = part[part["kind"] == "ablation"]
-        assert set(ablations["what"]) == {"direction", "rows", "leace", "inlp"}
+        assert set(ablations["what"]) == {"direction", "rows", "mean_direction", "means", "leace", "inlp"}
         assert part.loc[part["kind"] == "probe", "untrained"].notna().any()
         assert part["symbols"].dropna().tolist() == ["0 1"]
     claims = pd.read_parquet(tmp_path / "run" / "claims.parquet")

@@ -299,7 +299,7 @@ def test_ablation_shows_drops_in_points_beside_the_range_of_all_draws() -> None:
     rows = ablation_rows()
     fig = plots.ablation(rows)
     target = [r for r in rows if r["condition"] == "target"]
-    assert list(named(fig, "probe subspace").y) == pytest.approx([100 * r["drop"] for r in target])
+    assert list(named(fig, "the subspace").y) == pytest.approx([100 * r["drop"] for r in target])
     control = "random, equal rank (20 draws)"
     (band,) = bands(fig, control)
     for i, layer in enumerate(LAYERS):
@@ -344,7 +344,7 @@ def test_controls_as_intervals_and_other_units() -> None:
     fig = plots.ablation(rows, metric="loss (nats)", percent=False)
     (band,) = bands(fig, "random, equal rank")
     assert list(band.y) == [0.2] * 5 + [0.0] * 5
-    assert list(named(fig, "probe subspace").y) == [0.5] * 5
+    assert list(named(fig, "the subspace").y) == [0.5] * 5
     assert fig.layout.yaxis.title.text == "loss (nats) drop"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -53,9 +54,9 @@ def _largest(found: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     )
 
 
-def _direction(rows: pd.DataFrame) -> Claim:
-    claim, paper = ("6. Ablating the best probe direction costs much accuracy (Parity, Dyck)", "much, no number known")
-    found = where(_inner(rows, "direction", claim, paper), task=("parity", "dyck"))
+def _direction(rows: pd.DataFrame, what: str, name: str) -> Claim:
+    claim, paper = f"6. Ablating {name} costs much accuracy (Parity, Dyck)", "much, no number known"
+    found = where(_inner(rows, what, claim, paper), task=("parity", "dyck"))
     if found.empty:
         raise Missing(claim, paper)
     worst = _largest(found, ["layer"])
@@ -138,7 +139,13 @@ def _gaps(behaviour: pd.DataFrame) -> pd.DataFrame:
 def _refit(rows: pd.DataFrame, what: str, name: str) -> Claim:
     claim, paper = f"A. A probe refitted after removing {name} recovers", "in every cell"
     found = _inner(rows, what, claim, paper)
-    return refit_claim(claim, paper, found[readable(found)])
+    made = refit_claim(claim, paper, found[readable(found)])
+    if what != "means":
+        return made
+    # Equal class means leave a linear probe nothing on the rows that they are of.
+    return dataclasses.replace(
+        made, note=f"{made.note} Near chance by construction: equal class means tell a linear probe nothing."
+    )
 
 
 def _inlp(rows: pd.DataFrame) -> Claim:
@@ -178,11 +185,18 @@ def _chance(rows: pd.DataFrame) -> Claim:
 
 
 USING: tuple[Callable[[pd.DataFrame], Claim], ...] = (
-    _direction,
+    partial(_direction, what="direction", name="the best probe direction"),
     _longer,
     *(partial(_convolution, task=task) for task in PAPER_CONV),
     partial(_refit, what="direction", name="the best direction"),
     partial(_refit, what="rows", name="all rows of the probe"),
     _inlp,
     _chance,
+)
+
+# The same of the class means, in runs that ablated them: what holds of a filter need not hold of the variable.
+UNDER_MEANS: tuple[Callable[[pd.DataFrame], Claim], ...] = (
+    partial(_direction, what="mean_direction", name="the best class-mean direction"),
+    partial(_refit, what="mean_direction", name="the best class-mean direction"),
+    partial(_refit, what="means", name="the span of the class means"),
 )

@@ -117,7 +117,7 @@ FIGURES: dict[str, tuple[Callable[[pd.DataFrame], go.Figure | None], str]] = {
         f"ablations-{task}": (
             functools.partial(ablations, task=task),
             f"{TITLES[task]}: what it costs to take the variable out at one layer: the probe's best direction, all its "
-            "rows, LEACE, INLP.",
+            "rows, the same of the class means where they were ablated, LEACE, INLP.",
         )
         for task in TASKS
     },

@@ -11,6 +11,7 @@ from probelens.examples.refit_the_probe.formal.claims import claims
 from probelens.examples.refit_the_probe.formal.figures import FIGURES
 from probelens.examples.refit_the_probe.formal.rows import CELL, main_cells
 from probelens.examples.refit_the_probe.shared.pages import write_paper_report
+from probelens.examples.refit_the_probe.shared.rows import where
 from probelens.examples.refit_the_probe.shared.setup import TASKS
 from probelens.experiments import RunRecord
 from probelens.results.report import Chart, Section, Table
@@ -47,6 +48,12 @@ def write(rows: pd.DataFrame, config: Any, record: RunRecord) -> Path:
         charts = [Chart(figure, FIGURES[n][1], name=n) for n in names if (figure := FIGURES[n][0](rows)) is not None]
         sections.append(Section(title, text, charts, explain=explain))
     patched = "What a middle position patched at the final layer can mean."
+    if used := _used(rows):
+        text = (
+            "Does the answer follow? Of two runs that differ in the variable only the part in the span of the class means is "
+            "taken from the one and put into the other."
+        )
+        sections.append(Section("Used", text, tables=used, explain=("interchange",)))
     sections.append(Section("Patched", patched, tables=_sites(rows)))
     return write_paper_report(
         config, record, claims(rows),
@@ -59,6 +66,19 @@ def write(rows: pd.DataFrame, config: Any, record: RunRecord) -> Path:
             "nothing about how another training run would differ",
         },
     )  # fmt: skip
+
+
+def _used(rows: pd.DataFrame) -> list[Table]:
+    if "interchange" not in set(rows["kind"]):  # rows of earlier runs have none
+        return []
+    found = main_cells(rows, "interchange")
+    shares = found.pivot_table(
+        index=["model", "cell", "train_seed", "layer"], columns="condition", values="iia", sort=False
+    )
+    verdicts = where(found, condition="target").set_index(["model", "cell", "train_seed", "layer"])["verdict"]
+    return [
+        Table("Share of pairs whose answer follows, by layer", shares.join(verdicts).reset_index(), name="interchanges")
+    ]
 
 
 def _sites(rows: pd.DataFrame) -> list[Table]:

@@ -102,15 +102,25 @@ class Cell:
 
     @saved_as("{1}_{0}", pl.AblationResult)
     def ablation(self, label: str, what: str) -> pl.AblationResult:
-        """The best probe direction, or all rows of the probe, taken out at each layer."""
+        """The probe's rows or the span of the class means, all of it or the best direction, taken out at each layer."""
         return pl.ablate(
-            self.model, self.data["held"], self.spaces(label, what), label=label, target=self.task.target,
+            self.model, self.data["held"], self.read("all"), label=label, target=self.task.target,
+            directions="filter" if what in ("direction", "rows") else "class_means",
+            rank=1 if what in ("direction", "mean_direction") else None,
             controls=self.config["controls"], kinds=self.kinds, batch_size=BATCH, seed=self.seed,
         )  # fmt: skip
 
-    def spaces(self, label: str, what: str) -> dict[str, pl.Subspace]:
-        """Subspaces of the probe by site: its first direction, or its whole row space."""
-        return probe_rows(self.read("all"), label, rank=1 if what == "direction" else None)
+    @saved_as("interchange_{}", pl.InterchangeResult)
+    def interchanged(self, label: str) -> pl.InterchangeResult:
+        """Whether the answer follows the class means of another run, at each layer."""
+        return pl.interchange(
+            self.model, self.pairs(label), self.read("all"), label=label, controls=max(1, self.config["controls"] // 4),
+            batch_size=BATCH, seed=self.seed,
+        )  # fmt: skip
+
+    def pairs(self, name: str) -> pl.PatchPairs:
+        """Clean/corrupted pairs that differ in a variable, which names them."""
+        return self.task.pairs(self.config["n_pairs"], self.length, self.seed, **PAIRS[self.config["task"]][name])
 
     @saved_as("{1}_{0}", ErasureResult)
     def erased(self, label: str, method: Any) -> ErasureResult:
@@ -134,7 +144,7 @@ class Cell:
     @saved_as("length_{1}_{0}", pl.LengthTransfer)
     def transfer(self, label: str, what: str) -> pl.LengthTransfer:
         """What the subspaces, frozen at the trained length, cost at longer ones."""
-        spaces = self.erased(label, what).subspaces if what == "leace" else self.spaces(label, what)
+        spaces = self.erased(label, what).subspaces if what == "leace" else probe_rows(self.read("all"), label, rank=1)
         return pl.length_transfer(
             self.model, self.task, spaces, self.config["lengths"], trained_length=self.length, label=label,
             n=self.config["n_length"], controls=max(1, self.config["controls"] // 4),
@@ -144,8 +154,7 @@ class Cell:
     @saved_as("sites_{}", PatchSitesResult)
     def sites(self, name: str) -> PatchSitesResult:
         """Every reading of "patch a middle position at the final layer"."""
-        pairs = self.task.pairs(self.config["n_pairs"], self.length, self.seed, **PAIRS[self.config["task"]][name])
-        return pl.patch_sites(self.model, pairs, batch_size=BATCH, seed=self.seed)
+        return pl.patch_sites(self.model, self.pairs(name), batch_size=BATCH, seed=self.seed)
 
     @saved_as("convolution", pl.ComponentResult)
     def convolution(self) -> pl.ComponentResult:
@@ -165,6 +174,7 @@ def measure(cell: Cell, status: Status) -> list[dict[str, Any]]:
     for label in cell.labels if "erasure" in config["parts"] else ():
         parts += [(f"{what}, {label}", partial(_ablated, cell, label, what)) for what in WHAT]
         parts.append((f"dose, {label}", partial(_dose, cell, label)))
+        parts.append((f"interchange, {label}", partial(_interchanged, cell, label)))
         for what in ("direction", "leace") if config["lengths"] else ():
             parts.append((f"lengths, {what}, {label}", partial(_lengths, cell, label, what)))
     if "patching" in config["parts"]:
@@ -218,6 +228,13 @@ def _read(cell: Cell, span: str) -> list[dict[str, Any]]:
 def _ablated(cell: Cell, label: str, what: str) -> list[dict[str, Any]]:
     rows = cell.erased(label, what).rows if what in ("leace", "inlp") else cell.ablation(label, what).targets()
     return [{**row, "label": label, "what": what, "kind": "ablation"} for row in rows]
+
+
+def _interchanged(cell: Cell, label: str) -> list[dict[str, Any]]:
+    # Of random subspaces the one that most answers followed, which is what the verdict compares with.
+    found = cell.interchanged(label).to_dataframe().sort_values("iia", kind="stable", na_position="first")
+    kept = found.drop_duplicates(["site", "condition"], keep="last").sort_index()
+    return [{**row, "label": label, "kind": "interchange"} for row in kept.to_dict("records")]
 
 
 def _dose(cell: Cell, label: str) -> list[dict[str, Any]]:

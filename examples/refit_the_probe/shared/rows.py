@@ -12,7 +12,7 @@ import probelens as pl
 from probelens.results.files import read_rows
 
 LEARNED = 0.95  # at the trained length, beyond the 20th position: what comes first is easy
-MEASURED = ("probe", "ablation", "dose", "length", "site", "convolution")
+MEASURED = ("probe", "ablation", "dose", "length", "interchange", "site", "convolution")
 
 
 def learned_only(rows: pd.DataFrame, by: Sequence[str], least: float = LEARNED) -> pd.DataFrame:

@@ -23,8 +23,12 @@ PAIRS: dict[str, dict[str, dict[str, str]]] = {
     "counter": {"depth": {}},
 }
 RANKS = (4, 16, 64)  # of INLP's directions: to chance it takes most of the space; the paper's stopped much earlier
-# The ways to take a variable out.
-WHAT = {"direction": "best direction", "rows": "all probe rows", "leace": "LEACE", "inlp": "INLP"}
+# The ways to take a variable out. The first two are the paper's: a probe's rows are a filter, what to read with, and may
+# carry hardly any variance. The next two are the same of the class means, where the variable lies.
+WHAT = {
+    "direction": "best direction", "rows": "all probe rows", "mean_direction": "best class-mean direction",
+    "means": "class means", "leace": "LEACE", "inlp": "INLP",
+}  # fmt: skip
 
 
 def make_task(name: str) -> Any:

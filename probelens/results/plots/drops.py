@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from probelens.results.plots.style import Rows
 
 CONDITIONS = {
-    "target": "probe subspace",
+    "target": "the subspace",
     "random": "random, equal rank",
     "random_matched": "random, equal variance",
     "pca": "top principal components",
@@ -74,7 +74,7 @@ def ablation(data: Rows, *, metric: str = "accuracy", percent: bool = True, titl
         >>> rows = [{"layer": 0, "condition": "target", "drop": 0.4}]
         >>> rows += [{"layer": 0, "condition": "random", "drop": d} for d in (0.0, 0.02, 0.01)]
         >>> [trace.name for trace in ablation(rows).data if trace.showlegend]
-        ['probe subspace', 'random, equal rank (3 draws)']
+        ['the subspace', 'random, equal rank (3 draws)']
     """
     who = "ablation"
     df = style.ordered(style.frame(data, ["layer", "drop", "condition"], who), "layer", who)
