@@ -8,21 +8,27 @@ docs/data/simulations.json, so that a stopped run goes on; it starts anew when t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import probelens as pl
+from probelens.ablation.controls import Removal
+from probelens.ablation.scoring import Runs
 from probelens.examples import planted
-from probelens.examples.planted import LENGTH, SITE, World
+from probelens.examples.planted import LENGTH, SITE, Planted, Reader, World, Write, Writer
 from probelens.numerics.effects import effect, max_t_over_sites
 from probelens.numerics.permutation import holm
 from probelens.numerics.shares import exact_interval
@@ -60,8 +66,8 @@ class Check:
 
 
 def generator(seed: int, stream: int = 0) -> torch.Generator:
-    """A stream of random numbers of one run."""
-    return torch.Generator().manual_seed(100_003 * stream + seed)
+    """A stream of random numbers of one run, with a scrambled seed, so that runs are no neighbours."""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence([stream, seed]).generate_state(1, np.uint64)[0]))
 
 
 # Intervals of effects, on costs made by hand
@@ -159,6 +165,96 @@ def true_effect_holds(seed: int) -> bool:
     return bool(row["effect_lo"] <= cost - against <= row["effect_hi"])
 
 
+# Sweeps over thirteen sites that aren't used
+
+
+@functools.cache
+def deep(answers: int = 64, variants: int = 64, width: int = 8, turn: float = 0.1) -> World:
+    """As ``crowded``, with twelve blocks before the one that reads; each turns the stream a little."""
+    gen = torch.Generator().manual_seed(4)
+    words, ids = torch.randn(answers, width, generator=gen), torch.arange(answers * variants)
+    codes = words[ids % answers] + 0.3 * (torch.rand(len(ids), width, generator=gen) - 0.5)
+    zero, eye, blocks = torch.zeros(width, width), torch.eye(width), []
+    for _ in range(SITES - 1):
+        skew = torch.randn(width, width, generator=gen)
+        rotation = torch.matrix_exp(turn * (skew - skew.mT))
+        words = words @ rotation
+        blocks.append(Writer(Write(rotation - eye), Write(zero)))
+    module = Planted(codes, blocks[0], Reader(lambda x: -torch.cdist(x, words.to(x)).square()), answers)
+    module.layers = torch.nn.ModuleList([*blocks, module.layers[1]])
+    model = pl.wrap(module, blocks="layers", embed="embed", unembed="head")
+    tokens = torch.randint(len(ids), (800, LENGTH), generator=gen)
+    batch = pl.Batch(tokens, {"y": tokens % answers, "z": tokens % 2})
+    return World(model, batch[:400], batch[400:])
+
+
+def stream() -> list[str]:
+    """The thirteen sites of ``deep``."""
+    return ["hook_embed", *(f"blocks.{i}.hook_resid_post" for i in range(SITES - 1))]
+
+
+def at_once(model: pl.HookedModel, batch: pl.Batch, drawn: Sequence[Removal], *_: Any) -> Runs:
+    """What ``probelens.ablation.scoring.run`` gives for ``deep``, all subspaces of a site in one go: 20 times as fast."""
+    layers: Any = model.module.layers
+    y = batch.labels["y"]
+
+    def right(x: Tensor, after: int) -> Tensor:
+        for layer in layers[after:]:
+            x = layer(x)
+        return x.argmax(-1).view(*x.shape[:-2], *y.shape) == y
+
+    acts = pl.collect(model, batch, stream(), batch_size=len(batch))
+    values = torch.zeros(len(drawn), *y.shape)
+    for place, site in enumerate(stream()):
+        mine = [i for i, one in enumerate(drawn) if one.about["site"] == site]
+        spaces = [one.space for one in drawn if one.about["site"] == site and isinstance(one.space, pl.Subspace)]
+        basis, mean = (torch.stack([getattr(s, name).float() for s in spaces]) for name in ("basis", "mean"))
+        x = acts[site].flatten(0, 1)
+        values[mine] = right(x - (x - mean[:, None]) @ basis.mT @ basis, place).float()
+    return Runs(values, right(acts["hook_embed"].flatten(0, 1), 0).float(), batch.mask, "full")
+
+
+def deep_sweep(
+    seed: int, chance: bool, n: int = 20, draws: int | None = None, quick: bool = True
+) -> list[dict[str, Any]]:
+    """Targets of an ablation over the thirteen sites: random directions, or those of a label that tokens have by chance."""
+    world, gen = deep(), generator(seed, 7)
+    batch = world.held[torch.randperm(len(world.held), generator=gen)[:n]]
+    acts = pl.collect(world.model, world.fit, stream(), batch_size=400)
+    if chance:
+        z = torch.rand(64, 64, generator=gen).argsort(0).flatten() % 2  # of the tokens of each answer one half
+        known = z[world.fit.tokens]
+        spaces = {site: pl.subspaces.class_means(acts[site], known) for site in stream()}
+        batch = pl.Batch(batch.tokens, {"y": batch.labels["y"], "z": z[batch.tokens]})
+    else:
+        spaces = {
+            site: pl.subspaces.random(1, 8, seed=4_000_000 + SITES * seed + i, mean=acts[site].flatten(0, 1).mean(0))
+            for i, site in enumerate(stream())
+        }
+    with mock.patch.object(sys.modules[pl.ablate.__module__], "run", at_once) if quick else contextlib.nullcontext():
+        found = pl.ablate(
+            world.model, batch, spaces, refit=False, label="z", target="y", kinds=("random_matched",), controls=draws, seed=seed
+        )  # fmt: skip
+    return found.targets()
+
+
+def called_needed(seed: int, chance: bool) -> bool:
+    """Whether one of thirteen unused sites is called needed."""
+    return any(row["needed"] == "yes" for row in deep_sweep(seed, chance))
+
+
+def beside_needed(seed: int, given: str | None, agree: float = 0.9, n: int = 400) -> bool:
+    """Whether z, which goes with y but which nothing reads, is called needed when it is erased."""
+    model, gen = made("unused").model, generator(seed, 8)
+    y = torch.randint(2, (2 * n, LENGTH), generator=gen)
+    z = torch.where(torch.rand(y.shape, generator=gen) < agree, y, 1 - y)
+    tokens = torch.randint(planted.NUISANCE, y.shape, generator=gen) << 2 | z << 1 | y
+    batch = pl.Batch(tokens, {"y": y, "z": z})
+    options: dict[str, Any] = {"label": "z", "target": "y", "sites": SITE, "mlp": False, "batch_size": 1000}
+    found = pl.erase(model, batch[:n], batch[n:], given=given, kinds=("random", "random_matched"), seed=seed, **options)
+    return bool(found.rows[0]["needed"] == "yes")
+
+
 # Refitted probes on what is left
 
 
@@ -176,6 +272,31 @@ def called_erased(seed: int, n: int) -> bool:
     """Whether no probe reads the residue, and the check doesn't say that it lacks power."""
     row = residue(seed, n)
     return bool(row["readable_before"] and not row["readable_after"] and row["powered"])
+
+
+@functools.cache
+def secret(size: float) -> tuple[pl.HookedModel, dict[str, Tensor]]:
+    """A model whose stream holds y along the axis that is read, and once more as the product of three signs of a size."""
+    names = ("a", "b", "c")
+    world = planted.world(
+        {name: {axis: size} for name, axis in zip(names, (12, 13, 14), strict=True)}, {8: 0.25, 12: 1.0, 13: 1.0, 14: 1.0},
+        lambda x: x[..., 8], n=2,
+    )  # fmt: skip
+    ids = torch.arange(8 * planted.NUISANCE)
+    y = (ids ^ ids >> 1 ^ ids >> 2) & 1
+    embed: Any = world.model.module.embed
+    embed.weight.data += (2.0 * y - 1)[:, None] * planted.axes()[8]
+    return world.model, {"y": y}
+
+
+def erased_by_verdict(seed: int, n: int, size: float) -> bool:
+    """Whether ``pl.erase`` calls the label erased that its eraser leaves as the product of three signs."""
+    model, labels = secret(size)
+    tokens = torch.randint(len(labels["y"]), (n + 400, LENGTH), generator=generator(seed, 9))
+    batch = pl.Batch(tokens, {"y": labels["y"][tokens]})
+    options: dict[str, Any] = {"sites": SITE, "kinds": ("random",), "controls": 2, "batch_size": 1000}
+    found = pl.erase(model, batch[:400], batch[400:], seed=seed, **options)
+    return bool(found.rows[0]["verdict"] == "erased")
 
 
 # Interchanges
@@ -235,6 +356,7 @@ def accuracy_holds(seed: int, gap: float, alike: bool) -> bool:
 
 COVERAGE = (0.93, 0.97)
 EFFECT, SWEEP = "An effect's 95 % interval holds the truth", "Some of 13 unused sites has an adjusted p of at most 0.05"
+NEEDED = "What isn't used is called needed"
 ERASED, USED, PROBE = (
     "A label that is left is called erased",
     "A subspace that isn't used is called used",
@@ -242,40 +364,48 @@ ERASED, USED, PROBE = (
 )
 
 CHECKS = (
-    Check(EFFECT, "no effect, normal costs, 20 draws", COVERAGE, 2000, lambda s: null_holds(s, 20, 0.2)),
-    Check(EFFECT, "no effect, normal costs, 99 draws", COVERAGE, 2000, lambda s: null_holds(s, 99, 0.2)),
-    Check(EFFECT, "no effect, draws alike, 99 draws", COVERAGE, 2000, lambda s: null_holds(s, 99, 0.02)),
-    Check(EFFECT, "no effect, skewed costs, 99 draws", COVERAGE, 2000, lambda s: null_holds(s, 99, 0.2, True)),
-    Check(EFFECT, "an effect of 0.5, 20 draws", COVERAGE, 2000, lambda s: truth_holds(s, 20, 0.2, 0.5)),
-    Check(EFFECT, "an effect of 0.5, 99 draws", COVERAGE, 2000, lambda s: truth_holds(s, 99, 0.2, 0.5)),
+    Check(EFFECT, "no effect, normal costs, 20 draws", COVERAGE, 1500, lambda s: null_holds(s, 20, 0.2)),
+    Check(EFFECT, "no effect, normal costs, 99 draws", COVERAGE, 1500, lambda s: null_holds(s, 99, 0.2)),
+    Check(EFFECT, "no effect, draws alike, 99 draws", COVERAGE, 1500, lambda s: null_holds(s, 99, 0.02)),
+    Check(EFFECT, "no effect, skewed costs, 99 draws", COVERAGE, 1500, lambda s: null_holds(s, 99, 0.2, True)),
+    Check(EFFECT, "an effect of 0.5, 20 draws", COVERAGE, 1500, lambda s: truth_holds(s, 20, 0.2, 0.5)),
+    Check(EFFECT, "an effect of 0.5, 99 draws", COVERAGE, 1500, lambda s: truth_holds(s, 99, 0.2, 0.5)),
     Check(
-        EFFECT, "`unused`, random targets of rank 4, 20 draws", COVERAGE, 600,
+        EFFECT, "`unused`, random targets of rank 4, 20 draws", COVERAGE, 300,
         lambda s: random_target_holds(s, "unused", 4, 20),
     ),
     Check(
-        EFFECT, "`unused`, random targets of rank 4, 99 draws", COVERAGE, 200,
+        EFFECT, "`unused`, random targets of rank 4, 99 draws", COVERAGE, 80,
         lambda s: random_target_holds(s, "unused", 4, 99),
     ),
     Check(
-        EFFECT, "`crowded`, random targets of rank 2, 20 draws", COVERAGE, 600,
+        EFFECT, "`crowded`, random targets of rank 2, 20 draws", COVERAGE, 200,
         lambda s: random_target_holds(s, "crowded", 2, 20),
     ),
     Check(
-        EFFECT, "`crowded`, random targets of rank 2, 99 draws", COVERAGE, 200,
+        EFFECT, "`crowded`, random targets of rank 2, 99 draws", COVERAGE, 60,
         lambda s: random_target_holds(s, "crowded", 2, 99),
     ),
-    Check(EFFECT, "`unused`, the direction that is read, 20 draws", COVERAGE, 300, true_effect_holds),
+    Check(EFFECT, "`unused`, the direction that is read, 20 draws", COVERAGE, 100, true_effect_holds),
     Check(SWEEP, "max-T, 99 draws", (0.0, 0.06), 20_000, lambda s: some_site(s, 99, max_t_over_sites)),
     Check(SWEEP, "Holm, 259 draws", (0.0, 0.06), 20_000, lambda s: some_site(s, 20 * SITES - 1, by_holm)),
-    Check(ERASED, "as the product of three signs, 150 sequences", (0.0, 0.05), 75, lambda s: called_erased(s, 150)),
-    Check(ERASED, "as the product of three signs, 400 sequences", (0.0, 0.05), 75, lambda s: called_erased(s, 400)),
-    Check(USED, "`unused`, the direction of z", (0.0, 0.05), 100, lambda s: called_used(s, "unused", direction_of_z())),
-    Check(USED, "`unused`, random subspaces of rank 2", (0.0, 0.05), 100, lambda s: called_used(s, "unused")),
-    Check(USED, "`crowded`, random subspaces of rank 4", (0.0, 0.05), 100, lambda s: called_used(s, "crowded", rank=4)),
-    Check(PROBE, "accuracy near 0.8", (0.93, 1.0), 400, lambda s: accuracy_holds(s, 0.85, False)),
-    Check(PROBE, "accuracy near 0.8, sequences easy or hard", (0.93, 1.0), 400, lambda s: accuracy_holds(s, 1.0, True)),
-    Check(PROBE, "accuracy near 0.99, sequences easy or hard", (0.93, 1.0), 400, lambda s: accuracy_holds(s, 3.0, True)),
-    Check(PROBE, "accuracy near 0.999", (0.93, 1.0), 400, lambda s: accuracy_holds(s, 3.1, False)),
+    Check(NEEDED, "one of 13 sites, random directions", (0.0, 0.06), 100, lambda s: called_needed(s, False)),
+    Check(NEEDED, "one of 13 sites, a label by chance", (0.0, 0.06), 40, lambda s: called_needed(s, True)),
+    Check(NEEDED, "a label that goes with the one that is used", (0.0, 0.05), 25, lambda s: beside_needed(s, None)),
+    Check(NEEDED, "the same, erased given that one", (0.0, 0.05), 25, lambda s: beside_needed(s, "y")),
+    Check(ERASED, "as the product of three signs, 150 sequences", (0.0, 0.05), 25, lambda s: called_erased(s, 150)),
+    Check(ERASED, "as the product of three signs, 400 sequences", (0.0, 0.05), 40, lambda s: called_erased(s, 400)),
+    Check(ERASED, "`pl.erase`, residue of 2, 300 sequences", (0.0, 0.05), 25, lambda s: erased_by_verdict(s, 300, 12.0)),
+    Check(ERASED, "`pl.erase`, residue of 1.5, 300 sequences", (0.0, 0.05), 20, lambda s: erased_by_verdict(s, 300, 6.0)),
+    Check(ERASED, "`pl.erase`, residue of 1.2, 300 sequences", (0.0, 0.05), 20, lambda s: erased_by_verdict(s, 300, 4.0)),
+    Check(ERASED, "`pl.erase`, residue of 1.2, 800 sequences", (0.0, 0.05), 20, lambda s: erased_by_verdict(s, 800, 4.0)),
+    Check(USED, "`unused`, the direction of z", (0.0, 0.05), 75, lambda s: called_used(s, "unused", direction_of_z())),
+    Check(USED, "`unused`, random subspaces of rank 2", (0.0, 0.05), 75, lambda s: called_used(s, "unused")),
+    Check(USED, "`crowded`, random subspaces of rank 4", (0.0, 0.05), 75, lambda s: called_used(s, "crowded", rank=4)),
+    Check(PROBE, "accuracy near 0.8", (0.93, 1.0), 300, lambda s: accuracy_holds(s, 0.85, False)),
+    Check(PROBE, "accuracy near 0.8, sequences easy or hard", (0.93, 1.0), 300, lambda s: accuracy_holds(s, 1.0, True)),
+    Check(PROBE, "accuracy near 0.99, sequences easy or hard", (0.93, 1.0), 300, lambda s: accuracy_holds(s, 3.0, True)),
+    Check(PROBE, "accuracy near 0.999", (0.93, 1.0), 300, lambda s: accuracy_holds(s, 3.1, False)),
 )  # fmt: skip
 
 
@@ -352,11 +482,19 @@ that of one more random direction there.""",
     SWEEP: """\
 Thirteen sites that aren't used, each beside the draws of its control; neighbouring sites resemble each other, as layers do.
 Without an adjustment about half of such sweeps have a site with p of at most 0.05.""",
+    NEEDED: """\
+How often `pl.ablate` says "yes" in its column `needed`. First over 13 sites of a model that reads one of 64 answers off all
+directions after twelve blocks, each of which turns its stream a little: at random directions, another one at each site, and at
+those of a label that tokens have by chance, with 20 sequences, 99 matched draws and p adjusted by max-T. Then `pl.erase` of a
+label that the model doesn't use, but that equals the one that it uses at 90 % of the positions, without `given=` and with it,
+with 400 sequences.""",
     ERASED: """\
 The activations keep a binary label as the product of three signs, each of two standard deviations, along three of eight
 directions. No linear probe reads that, and an MLP does given enough sequences (of four positions here). Too few must end as
 "underpowered", which counts as right here; what counts is how often the check of refitted probes finds nothing and claims that
-it would have.""",
+it would have. The last lines erase a label by `pl.erase` from a model whose stream holds it along one direction and once more as
+such a product; a residue's size is given in standard deviations of a feature with the residue in it. The check of power plants
+one of 2 beside it, so "erased" says nothing of smaller ones, and a few hundred sequences miss many of them.""",
     USED: """\
 `pl.interchange` with its usual controls on up to 150 pairs of runs that differ in every variable: of a variable's direction
 that the model doesn't read, and of random subspaces.""",

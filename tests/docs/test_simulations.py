@@ -24,6 +24,17 @@ def test_every_check_says_yes_or_no(check: simulations.Check) -> None:
         assert check.run(0) in (True, False)
 
 
+@pytest.mark.parametrize("chance", [False, True])
+def test_the_sweep_of_thirteen_sites_is_what_the_engine_gives(chance: bool) -> None:
+    quick, whole = (simulations.deep_sweep(3, chance, n=6, draws=3, quick=quick) for quick in (True, False))
+    assert len(quick) == simulations.SITES
+    for one, other in zip(quick, whole, strict=True):
+        for column in ("value", "clean", "drop", "damage", "effect", "effect_p", "effect_p_adjusted", "needed"):
+            assert one[column] == pytest.approx(other[column], abs=1e-6), (one["site"], column)
+    # Blocks turn the direction of a label as they turn all, so removing it costs the same at every site.
+    assert (len({row["damage"] for row in quick}) > 1) is not chance
+
+
 def test_an_aim_is_met_or_missed_where_the_whole_interval_says_so() -> None:
     check = simulations.Check("group", "what", (0.93, 0.97), 1000, bool)
     ends = {(950, 1000): "yes", (950, 100_000): "no", (19, 20): "open", (0, 50): "no"}
