@@ -211,7 +211,8 @@ def patch_sites(
         A row for each site, those that the architecture doesn't have included, with the reason.
 
     Raises:
-        InputError: An unknown letter or mode, m outside the span from the last difference to before
+        InputError: Pairs that aren't token ids read at one position that both sides share, answers that aren't one token
+            each, an unknown letter or mode, m outside the span from the last difference to before
             the read position, or a metric or answer that ``patch`` refuses.
         ShapeError: ``pos`` or ``answers_at_pos`` of another shape.
         MetricError: No pair is answered correctly by both runs.
@@ -226,6 +227,7 @@ def patch_sites(
     need_wrapped(model)
     check_pairs(pairs, mode)
     sites = _chosen(which)
+    _need_tokens(pairs)
     m = _positions(pairs, pos)
     plan = Plan(model, m, pairs.read_pos.long())
     into, source = (pairs.corrupted, pairs.clean) if mode == "denoise" else (pairs.clean, pairs.corrupted)
@@ -296,6 +298,26 @@ def _chosen(which: str | Iterable[str]) -> list[Site]:
     if unknown or not letters:
         raise InputError(f"which={which!r}: give letters of the sites, from {LETTERS!r}")
     return [site for site in SITES if site.name in letters or site.name[0] in letters]
+
+
+def _need_tokens(pairs: Any) -> None:
+    """Refuse (InputError) pairs that have no position between the last difference and the one that is read."""
+    what = None
+    if not all(side.plain for side in pairs.sides):
+        what = f"inputs {pairs.sides[0].describe()}, no token ids (example, pos)"
+    elif pairs.read_pos is None:
+        what = "no read_pos: the model answers once for each example, at no position"
+    elif pairs.read_pos.ndim != 1 or not torch.equal(pairs.mask, pairs.corrupted_mask):
+        what = "read positions or masks that differ between the sides"
+    elif pairs.noise is not None:
+        what = "noise on the embedding, and no token that differs"
+    elif not isinstance(pairs.answers, Tensor) or pairs.answers.ndim != 2 or pairs.answers.is_floating_point():
+        what = "answers that aren't one token id for each side (example, 2)"
+    if what is not None:
+        raise InputError(
+            f"patch_sites() patches between the last token that differs and the one that is read; these pairs have {what}. "
+            "pl.patch takes them, at any position of any site"
+        )
 
 
 def _positions(pairs: Any, pos: int | Tensor | None) -> Tensor:

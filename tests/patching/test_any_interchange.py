@@ -8,6 +8,7 @@ from typing import Any
 import anything
 import pytest
 import torch
+import transformers as tf
 import zoo
 from anything import Case
 from torch import Tensor
@@ -236,6 +237,44 @@ def test_the_loss_of_a_set_is_that_of_any_of_it(gpt2: Any) -> None:
         chances = module(x).logits[:, -1].softmax(-1)
     want = -sum(chances[i, sorted(a)].sum().log() for i, a in enumerate([{1, 2}, {4}, {7, 8}, {1}])) / 4
     assert got.item() == pytest.approx(float(want), abs=1e-4)
+
+
+def test_an_encoder_that_classifies_sequences() -> None:
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 30,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
+    module = tf.BertForSequenceClassification(tf.BertConfig(**sizes, max_position_embeddings=16, num_labels=3)).eval()
+    x = torch.randint(5, 30, (80, 6))
+    with torch.no_grad():
+        for p in module.parameters():
+            p.mul_(4) if p.ndim == 2 else None
+        module.classifier.bias.sub_(module(x).logits.mean(0))
+        y = module(x).logits.argmax(-1)
+    keep = (y != y.roll(1)).nonzero().flatten()
+    pairs = pl.PatchPairs(x[keep], x.roll(1, 0)[keep], None, None, torch.stack([y, y.roll(1)], 1)[keep])
+    model, space = pl.wrap(module), pl.subspaces.random(8, 16, seed=1)
+    found = pl.interchange(model, pairs, {SITE: space}, pos=None, **FAST)
+    kept: list[Tensor] = []
+    layer, q = module.bert.encoder.layer[0], space.basis.float()
+    handle = layer.register_forward_hook(lambda m, a, out: kept.append(out[0] if isinstance(out, tuple) else out))
+    with torch.no_grad():
+        module(pairs.clean), module(pairs.corrupted)
+    handle.remove()
+    new = kept[1] + (kept[0] - kept[1]) @ q.mT @ q
+    handle = layer.register_forward_hook(lambda m, a, out: (new, *out[1:]) if isinstance(out, tuple) else new)
+    with torch.no_grad():
+        logits = module(pairs.corrupted).logits
+    handle.remove()
+    i = [row["condition"] for row in found.rows].index("target")
+    assert torch.equal(found.followed[i], logits.argmax(-1) == pairs.answers[:, 0])
+    assert found.followed[i].unique().tolist() == [False, True]
+    with pytest.raises(pl.InputError, match="no read_pos: the model answers once"):
+        pl.patch_sites(model, pairs)
 
 
 # -- refused -----------------------------------------------------------------------------------------
