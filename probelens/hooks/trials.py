@@ -262,10 +262,19 @@ def can_start_at(model: Wrapped, layer: int, inputs: Any = None) -> bool:
     False also for a model that gives other logits when it runs a second time. Untried where neither random tokens nor
     the inputs could be run.
     """
-    return remembered(model, model.module, ("start", layer), lambda: _starts_at(model, layer, inputs))
+    return not _obstacle(model, layer, inputs)
 
 
-def _starts_at(model: Wrapped, layer: int, inputs: Any) -> bool:
+def _obstacle(model: Wrapped, layer: int, inputs: Any = None) -> str:
+    return remembered(model, model.module, ("start", layer), lambda: _tried_start(model, layer, inputs))
+
+
+def _tried_start(model: Wrapped, layer: int, inputs: Any) -> str:
+    """Why a run can't begin at a block, in the adapter's words where it knows; "" if it can."""
+    other = (
+        f"start_at_layer={layer}: in this {type(model.module).__name__} the residual entering block {layer} is not all that "
+        "the rest depends on (something goes around the blocks), so a run from there would be wrong. Run from the tokens."
+    )
     why = "it doesn't take tokens of a known vocabulary"
     for x in inputs_to_try(model, inputs):
         try:
@@ -276,34 +285,32 @@ def _starts_at(model: Wrapped, layer: int, inputs: Any) -> bool:
         with model.switchboard.muted(), torch.no_grad(), model.evaluating(), restored(model.module):
             resid = model.run(model.prepare(x), stop=layer)
             if resid.ndim != 3 or resid.shape[0] != len(full):
-                return False
+                return other
             # Another run in between, for models that keep something of the last one.
             model.run(model.prepare(_reversed_rows(x)))
             try:
                 call = model.prepare(resid, start=layer)
                 again = model.adapter.output(model.run(call, start=layer, resid=resid))
+            except InputError as err:
+                return str(err)
             except Exception:  # what comes before the blocks, say, doesn't run on stand-ins for the inputs
-                return False
-        return agree(again, full, model.cfg.dtype)
+                return other
+        return "" if agree(again, full, model.cfg.dtype) else other
     raise Untried(why)
 
 
 def require_start_at(model: Wrapped, layer: int) -> None:
     """Refuse a run that begins at a block where that would give other numbers, or where nobody knows."""
-    kind = type(model.module).__name__
     try:
-        right = can_start_at(model, layer)
+        obstacle = _obstacle(model, layer)
     except Untried as err:
         raise InputError(
-            f"start_at_layer={layer}: whether the residual entering block {layer} is all that the rest of this {kind} "
-            f"depends on could not be tried: {err}. Call model.can_start_at({layer}, inputs) once, with inputs that the "
-            "model runs on, or run from the inputs"
+            f"start_at_layer={layer}: whether the residual entering block {layer} is all that the rest of this "
+            f"{type(model.module).__name__} depends on could not be tried: {err}. "
+            f"Call model.can_start_at({layer}, inputs) once, with inputs that the model runs on, or run from the inputs"
         ) from err
-    if not right:
-        raise InputError(
-            f"start_at_layer={layer}: in this {kind} the residual entering block {layer} is not all that the rest depends "
-            "on (something goes around the blocks), so a run from there would be wrong. Run from the tokens."
-        )
+    if obstacle:
+        raise InputError(obstacle)
 
 
 def faster_forwards_agree(model: Wrapped, paths: list[str]) -> bool:

@@ -67,10 +67,15 @@ def _arguments(columns: Mapping[str, Any]) -> tuple[Any, Tensor | None]:
     return (given if mask is None else {**given, "attention_mask": mask.long()}), None
 
 
+def _texts(column: Any) -> bool:
+    return isinstance(column, (list, tuple)) and bool(column) and all(isinstance(x, str) for x in column)
+
+
 def _columns(model: HookedModel, batch: Any) -> Mapping[str, Any] | None:
     """A mapping, or of a dataset or a list of its rows the columns that the forward takes; None for anything else."""
     if isinstance(batch, Mapping):
-        return batch
+        # Rows of a dataset hold their text beside the tokens.
+        return {n: v for n, v in batch.items() if "input_ids" not in batch or not _texts(v) or model.adapter.accepts(n)}
     if hasattr(batch, "column_names"):
         found = {name: batch[name] for name in batch.column_names}
     elif isinstance(batch, (list, tuple)) and batch and all(isinstance(row, Mapping) for row in batch):

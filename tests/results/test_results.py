@@ -33,6 +33,7 @@ from probelens.numerics.stats import Interval, hierarchical_bootstrap
 from probelens.results.files import atomic_path, read_rows, read_tensors, write_rows, write_tensors
 from probelens.results.result import Result
 from probelens.subspaces.leace import Eraser
+from probelens.subspaces.oracle import oracle, quadratic
 
 SHORT = pl.training.TrainConfig(
     steps=300, batch_size=32, lr=5e-3, warmup=10, decay_steps=20, length=10, eval_sequences=64, target_accuracy=None
@@ -64,6 +65,12 @@ class Made:
 
     def _Eraser(self) -> Result:
         return pl.leace(self.acts[self.acts.names[-1]][self.batch.mask], self.batch.labels["state"][self.batch.mask])
+
+    def _OracleEraser(self) -> Result:
+        return oracle(self.acts[self.acts.names[-1]][self.batch.mask], self.batch.labels["state"][self.batch.mask])
+
+    def _QuadraticEraser(self) -> Result:
+        return quadratic(self.acts[self.acts.names[-1]][self.batch.mask], self.batch.labels["state"][self.batch.mask])
 
     def _ErasureResult(self) -> Result:
         from probelens.ablation.erase import erase

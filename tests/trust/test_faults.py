@@ -464,8 +464,8 @@ def test_remote_code_is_off_unless_asked_for_everywhere() -> None:
         ast.unparse(node)
         for p in SOURCES
         for node in ast.walk(ast.parse(p.read_text()))
-        if isinstance(node, ast.Call) and re.match(r"Auto\w+\.from_pretrained$", ast.unparse(node.func))
+        if isinstance(node, ast.Call) and re.search(r"(?<!nn\.Embedding)\.from_pretrained$", ast.unparse(node.func))
     ]
     # Every call says it, or hands on what the user said.
-    assert len(calls) >= 2
+    assert len(calls) >= 3
     assert all("trust_remote_code" in c or "**options" in c for c in calls), calls

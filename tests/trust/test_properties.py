@@ -129,6 +129,10 @@ CALLS: dict[str, Callable[[Some], Any]] = {
     "metrics.kl": lambda s: metrics.kl(s.x, s.pick(s.x, s.anything()), s.mask),
     "metrics.logit_diff": lambda s: metrics.logit_diff(s.x, s.pick(s.y, torch.tensor([[0, 1]] * 4))),
     "metrics.recovered": lambda s: metrics.recovered(s.x, s.floats(), s.floats()),
+    "metrics.mse": lambda s: metrics.mse(s.x, s.pick(s.x, s.floats()), s.mask),
+    "metrics.r2": lambda s: metrics.r2(s.x, s.pick(s.x, s.floats()), s.mask),
+    "stats.exact_interval": lambda s: stats.exact_interval(s.pick(0, 3, 2.5, -1, math.nan), s.pick(3, 0, 9.5, math.nan)),
+    "stats.share_interval": lambda s: stats.share_interval(s.pick(s.x, torch.rand(3)), s.pick(s.x, torch.ones(3))),
     "stats.hierarchical_bootstrap": lambda s: stats.hierarchical_bootstrap(
         s.x, s.pick(None, None, s.y), n_draws=s.pick(1, 2, 20), level=s.pick(0.95, 0, 1.5)
     ),
@@ -158,6 +162,9 @@ CALLS: dict[str, Callable[[Some], Any]] = {
     "subspaces.top_pca": lambda s: subspaces.top_pca(s.rank(), s.sigma(), s.floats()),
     "subspaces.random": lambda s: subspaces.random(s.rank(), s.pick(0, 1, 3), mean=s.pick(None, s.floats())),
     "subspaces.random_matched": lambda s: subspaces.random_matched(s.space(), s.sigma(), n=s.pick(0, 1, 2)),
+    "subspaces.orthogonal_pca": lambda s: subspaces.orthogonal_pca(s.space(), s.sigma(), mean=s.pick(None, s.floats())),
+    "subspaces.oracle": lambda s: subspaces.oracle(s.x, s.y, s.mask, given=s.pick(None, None, s.ids())),
+    "subspaces.quadratic": lambda s: subspaces.quadratic(s.x, s.y, s.mask),
     "subspaces.moments": lambda s: subspaces.moments(s.x, s.mask),
     "subspaces.probe_rows": lambda s: subspaces.probe_rows(s.x),
     "subspaces.Subspace": lambda s: pl.Subspace(s.x, s.floats()),
@@ -188,6 +195,7 @@ CALLS: dict[str, Callable[[Some], Any]] = {
 
 # Public functions that other tests put everything to.
 ELSEWHERE = {
+    "metrics.with_references": "test_any_input",
     "stats.coverage": "test_stats", "indices.verdict": "test_indices", "probing.selectivity": "test_controls",
     "subspaces.between_share": "test_directions", "subspaces.directions": "test_directions", "subspaces.variance_share": "test_directions",
     "rnn.rnn_forward": "test_rnn", "rnn.cell_points": "test_rnn", "rnn.rnn_points": "test_rnn",
