@@ -88,7 +88,7 @@ def _columns(model: HookedModel, batch: Any) -> Mapping[str, Any] | None:
         if name in ("input_ids", "attention_mask") or model.adapter.accepts(name)
     }
     taken.pop("labels", None)
-    if not taken:
+    if not taken.keys() - {"attention_mask"}:
         raise InputError(
             f"inputs need a column 'input_ids', or others that the forward takes, found {sorted(found)}. Tokenize the text "
             "first."
