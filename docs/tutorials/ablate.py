@@ -88,20 +88,22 @@ pd.DataFrame([*filters.targets(), *ablated.targets()])[left]
 # subspaces are ablated too: some of the same rank, and some that remove the same variance. `damage` is the drop as a share
 # of what there is to lose, the clean accuracy above chance.
 #
-# `effect` is the damage beyond the mean damage of the random subspaces that `effect_against` names. `effect_lo` and
-# `effect_hi` are the ends of its 95 % prediction interval, over control draws and sequences. `effect_p` is the share of
-# draws that cost as much, the probe's subspace counted among them. `control_overlap` is how much of the probe's subspace the
-# random subspaces share that remove as much variance: a subspace that contains the target is no control for it.
+# `effect` is the damage beyond the mean damage of the random subspaces that remove the same variance. `effect_lo` and
+# `effect_hi` are the ends of its 95 % prediction interval, over control draws and sequences: the effect of one more random
+# subspace would have an interval without 0 in about one case in twenty. `effect_p_adjusted` is the share of draws that cost
+# as much, the subspace counted among them, adjusted for the number of layers.
 
 # %%
-columns = ["layer", "damage", "damage_random", "damage_random_matched", "control_overlap", "effect_against"]
-rows[[*columns, "effect", "effect_lo", "effect_hi", "effect_p"]]
+beyond = ["layer", "damage", "damage_random", "control_overlap", "effect_against", "effect", "effect_lo", "effect_hi",
+          "effect_p_adjusted", "needed"]  # fmt: skip
+rows[beyond]
 
 # %% [markdown]
-# At layers 0 and 1 the probe's direction carries so much of the variance that every subspace that removes as much holds
-# about half of it or more. That these cost nearly as much says nothing, so the effect is counted against random subspaces of
-# the same rank, which cost nothing. The damage is due to that direction, then. It isn't all that carries the parity, as the
-# refit has shown, so the verdict stays "inconclusive".
+# A direction with half of the variance leaves no room for a random one that removes as much: such draws contain it
+# (`control_overlap`, from 0.3 on), or there are none. They are then no control, and the effect is measured from random
+# subspaces of equal rank, as `effect_against` says. They cost nothing, so all of the damage is beyond them, and the p is as
+# small as 20 draws can make it. `needed` answers for the *directions*: yes at layers 0 and 1, where the model needs them;
+# at layer 2, which the readout reads, an ablation can't tell.
 
 # %% alt="Drop by layer beside the drops of random subspaces; below, the accuracy of the refitted probes"
 ablated.plot()
