@@ -234,7 +234,8 @@ def _interchanged(cell: Cell, label: str) -> list[dict[str, Any]]:
     # Of random subspaces the one that most answers followed, which is what the verdict compares with.
     found = cell.interchanged(label).to_dataframe().sort_values("iia", kind="stable", na_position="first")
     kept = found.drop_duplicates(["site", "condition"], keep="last").sort_index()
-    return [{**row, "label": label, "kind": "interchange"} for row in kept.to_dict("records")]
+    records: list[dict[Any, Any]] = kept.to_dict("records")
+    return [{**row, "label": label, "kind": "interchange"} for row in records]
 
 
 def _dose(cell: Cell, label: str) -> list[dict[str, Any]]:
