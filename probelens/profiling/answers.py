@@ -24,7 +24,7 @@ ANSWERS = (
     Column(
         "needed", str | None,
         '"yes" where removing the class means costs more than its controls do, by the adjusted p and the interval of the '
-        'effect; "no" or "can\'t tell"; None without an ablation there.',
+        'effect; "no" or "can\'t tell"; None without an ablation there, or of an earlier version.',
     ),
     Column(
         "sufficient", str | None,
@@ -66,7 +66,7 @@ def readable(row: Mapping[str, Any], baseline: float) -> dict[str, Any]:
 
 def needed(target: Mapping[str, Any] | None, beside: Mapping[str, Any] | None) -> dict[str, Any]:
     """What removing the class means says, and what the probe's own rows cost."""
-    out: dict[str, Any] = {"needed": None if target is None else target["needed"]}
+    out: dict[str, Any] = {"needed": None if target is None else target.get("needed")}
     if beside is not None:
         out.update(
             filter_drop=beside["drop"], filter_refit_accuracy=beside.get("refit_accuracy"),

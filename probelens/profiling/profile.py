@@ -140,8 +140,8 @@ def profile(
             continue
         indices[label] = profile_indices(scores[None], baseline[label], solved=behaviour["late"], seed=seed)
     return Profile(
-        probes, ablations, beside, patches, interchanges, indices, behaviour, baseline, dict(task.config), length,
-        model.cfg.model_name,
+        probes, ablations, patches, indices, behaviour, baseline, dict(task.config), length, model.cfg.model_name, beside,
+        interchanges,
     )  # fmt: skip
 
 

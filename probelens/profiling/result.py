@@ -39,15 +39,16 @@ class Profile(Result):
     Args:
         probes: Readable? Probes at every site of the layer axis.
         ablations: Needed? The span of the class means removed, by label.
-        filters: The same of the probe's own rows, by label.
         patches: Sufficient? By name of the pairs.
-        interchanges: Used? The span of the class means swapped between the runs of pairs that differ in the label.
         indices: Profile statistics and verdict, by label.
         behaviour: The model's own accuracy on the target: "all", and "late" (positions over 20).
         baseline: The best guess of each label without its state, which the indices count from.
         task: The task's config.
         length: Tokens in each sequence.
         model: Name of the model.
+        filters: As ``ablations``, of the probe's own rows; empty in profiles of earlier versions.
+        interchanges: Used? The span of the class means swapped between the runs of pairs that differ in the label; empty in
+            profiles of earlier versions.
         extra: What the caller wants to keep with the result; saved and loaded with it.
     """
 
@@ -62,15 +63,15 @@ class Profile(Result):
 
     probes: ProbeResult
     ablations: dict[str, AblationResult]
-    filters: dict[str, AblationResult]
     patches: dict[str, PatchResult]
-    interchanges: dict[str, InterchangeResult]
     indices: dict[str, ProfileIndices]
     behaviour: dict[str, float]
     baseline: dict[str, float]
     task: dict[str, Any]
     length: int
     model: str
+    filters: dict[str, AblationResult] = field(default_factory=dict)
+    interchanges: dict[str, InterchangeResult] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
     def to_dataframe(self) -> pd.DataFrame:

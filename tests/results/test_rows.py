@@ -442,7 +442,7 @@ def test_a_profile_speaks_of_late_positions_only_where_there_are_some() -> None:
     probes = pl.ProbeResult([], {}, {}, {}, {}, {}, {})
     said = [
         pl.Profile(
-            probes, {}, {}, {}, {}, {}, {"all": 0.9, "late": 0.8}, {}, {"task": "Parity", "bos": bos}, n, "RNNLM"
+            probes, {}, {}, {}, {"all": 0.9, "late": 0.8}, {}, {"task": "Parity", "bos": bos}, n, "RNNLM"
         ).findings()[0]
         for n, bos in ((20, True), (21, False), (21, True))
     ]
