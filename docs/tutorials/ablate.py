@@ -171,4 +171,4 @@ shares[["target", "full", "complement", "random"]].join(verdicts).reset_index()
 # | erased it, no refitted probe reads it | a drop beyond that of random subspaces | needed there |
 # | interchanged the class means of what a probe reads | the answer follows them, and not all the rest | used there |
 #
-# [Five ways to be fooled by a probe](../five-ways.md) shows each row on a model that was built as its example.
+# [Ways to be fooled by a probe](../fooled.md) shows each row on a model that was built as its example.

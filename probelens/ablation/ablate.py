@@ -134,8 +134,9 @@ def ablate(
         - "yes": adjusted p ≤ 0.05 and the effect's interval above 0. Where the matched draws are no control, the drop must
           also exceed, interval for interval, that of the top principal components orthogonal to the subspace. Not at
           sites that are "floor", "tautological" or "absent", nor where the label goes with the target and ``given`` isn't.
-        - "no": the site is "unread"; or the variable is "erased" and the effect's interval ends below 0.05 of the accuracy
-          above chance (0.05 nats of a loss), measured from draws that share less than 0.3 of the subspace.
+        - "no": the site is "unread"; or the variable is "erased" and the interval of the drop ends below 0.05 of the accuracy
+          above chance (0.05 nats of a loss), or so does that of the effect, measured from draws that share less than 0.3 of
+          the subspace.
         - "can't tell": otherwise, and for a metric of your own.
 
     Units:

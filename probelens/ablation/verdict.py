@@ -55,8 +55,13 @@ def needed(row: Mapping[str, Any], beside: Sequence[Mapping[str, Any]], metric: 
         return "can't tell"  # the cost may be that of the label which it goes with
     if low > 0 and row["effect_p_adjusted"] <= SIGNIFICANT and _fair(row, beside, sign):
         return "yes"
+    if row["verdict"] != "erased":
+        return "can't tell"
+    room = 1.0 if row["chance"] is None else row["clean"] - row["chance"]
+    if max(sign * row["lo"], sign * row["hi"]) < MEANINGFUL * room:
+        return "no"  # it costs nothing, whatever the controls cost
     shared = [r["control_overlap"] for r in beside if r["condition"] == row["effect_against"]]
-    if high < MEANINGFUL and row["verdict"] == "erased" and sum(shared) / len(shared) < OVERLAP:
+    if high < MEANINGFUL and sum(shared) / len(shared) < OVERLAP:
         return "no"
     return "can't tell"
 

@@ -201,7 +201,7 @@ def test_a_site_that_is_read_at_some_positions_only_is_read() -> None:
 
 ROW = {
     "verdict": "erased", "effect": 0.5, "effect_lo": 0.4, "effect_hi": 0.6, "effect_p_adjusted": 0.01,
-    "effect_against": "random_matched", "lo": 0.2, "hi": 0.3,
+    "effect_against": "random_matched", "lo": 0.2, "hi": 0.3, "clean": 0.9, "chance": 0.4,
 }  # fmt: skip
 NULL = {"effect": 0.0, "effect_lo": -0.04, "effect_hi": 0.04, "effect_p_adjusted": 0.6}
 
@@ -227,6 +227,9 @@ BESIDE = [control("random"), control("random_matched"), control("orthogonal_pca"
         ({"effect_against": "random"}, BESIDE[:2], "accuracy", "can't tell"),
         (NULL, BESIDE, "accuracy", "no"),
         ({**NULL, "effect_hi": 0.06}, BESIDE, "accuracy", "can't tell"),
+        ({**NULL, "effect_hi": 0.3, "lo": -0.01, "hi": 0.02}, BESIDE, "accuracy", "no"),
+        ({**NULL, "effect_hi": 0.3, "lo": -0.01, "hi": 0.03}, BESIDE, "accuracy", "can't tell"),
+        ({**NULL, "verdict": "inconclusive", "lo": -0.01, "hi": 0.02}, BESIDE, "accuracy", "can't tell"),
         ({**NULL, "verdict": "inconclusive"}, BESIDE, "accuracy", "can't tell"),
         ({**NULL, "verdict": "underpowered"}, BESIDE, "accuracy", "can't tell"),
         ({**NULL, "effect_against": "random"}, [control("random", 0.4)], "accuracy", "can't tell"),

@@ -12,56 +12,14 @@ from test_interchange import answers_by_hand, axis, known, own_pairs
 from torch import nn
 
 import probelens as pl
+from probelens.examples.planted import NEURONS, POST, illusory
 from probelens.patching.interchange import interchange
 from probelens.patching.interchange_reader import reader_of
 from probelens.patching.interchange_rows import share, verdict
 
-POST = "blocks.0.mlp.hook_post"
-WIDTH, NEURONS = 16, 64
-
-
-def planted() -> tuple[pl.HookedModel, pl.PatchPairs]:
-    """A GPT-2 that answers with a token's bit through neuron 0; neuron 1 copies it and is not read, 2 is dormant."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=8, n_embd=WIDTH, n_inner=NEURONS, n_layer=1, n_head=2, n_positions=8, activation_function="linear",
-        tie_word_embeddings=False, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    module = transformers.GPT2LMHeadModel(config).eval()
-    body = module.transformer
-    with torch.no_grad():
-        for weight in (body.wpe.weight, body.h[0].attn.c_proj.weight, module.lm_head.weight):
-            weight.zero_()
-        for layer in (body.h[0].mlp.c_fc, body.h[0].mlp.c_proj):
-            layer.weight.normal_(0, 0.5)
-            layer.bias.zero_()
-        wte, up, down = body.wte.weight, body.h[0].mlp.c_fc.weight, body.h[0].mlp.c_proj.weight
-        wte.normal_()
-        for rows in (wte, down):  # the rest of the stream: its mean is 0, as a norm would spread it
-            rows[:, :6] = 0
-            rows[:, 6:] -= rows[:, 6:].mean(1, keepdim=True)
-        wte[:, 0] = 2.0 * (torch.arange(8) % 2) - 1  # the bit
-        wte[:, 1] = -wte[:, 0]
-        up[:2], up[:, :3], down[:3] = 0, 0, 0
-        up[0, :2] = 1.0  # neurons 0 and 1 hold the bit
-        down[0, 2], down[0, 3] = 1.0, -1.0  # neuron 0 is read, and so is neuron 2, which is always 0
-        down[2, 4], down[2, 5] = 4.0, -4.0
-        head = module.lm_head.weight
-        head[0, 2] = head[0, 4] = -1.0
-        head[1, 2] = head[1, 4] = 1.0
-    clean = torch.randint(8, (150, 3), generator=torch.Generator().manual_seed(1))
-    corrupted = clean.clone()
-    corrupted[:, -1] ^= 1
-    at = torch.full((150,), 2)
-    return pl.wrap(module), pl.PatchPairs(
-        clean, corrupted, at, at, torch.stack([clean[:, -1] % 2, corrupted[:, -1] % 2], 1)
-    )
-
 
 def test_a_direction_of_a_dormant_and_an_unread_part_is_an_illusion_and_the_true_one_is_none() -> None:
-    model, pairs = planted()
+    model, pairs = illusory()
     mixed = torch.zeros(1, NEURONS)
     mixed[0, 1:3] = math.sqrt(0.5)
     found = {
