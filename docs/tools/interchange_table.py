@@ -1,0 +1,140 @@
+"""Writes docs/used.md: which directions the answers of the trained formal models follow, beside their controls.
+
+    python docs/tools/interchange_table.py [MODEL ...]
+
+measures the models of docs/data/models (all, or those named), keeps what is done in docs/data/interchange.json, and writes
+the page from there. One model takes up to two minutes of one core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import probelens as pl
+from probelens.examples.refit_the_probe.shared.setup import make_task
+
+DOCS = Path(__file__).resolve().parents[1]
+DATA, PAGE = DOCS / "data/interchange.json", DOCS / "used.md"
+SITE = "blocks.1.hook_resid_post"  # of four blocks
+N_PAIRS, DRAWS = 150, 4
+DEFINITIONS = {"class_means": "class means", "pattern": "pattern", "filter": "probe rows"}
+TABLE = (
+    "| model | rank | class means | pattern | probe rows | DAS | complement | orthogonal PCs | random | everything |"
+)
+
+
+def measure(name: str) -> list[dict[str, Any]]:
+    """The rows of one model: IIA by definition, rank and condition."""
+    arch, task_name, _ = name.split("-")
+    task, model = make_task(task_name), pl.wrap(pl.models.load(DOCS / f"data/models/{name}.safetensors"))
+    dyck = task_name == "dyck"
+    label = "depth" if dyck else "state"
+    pairs = task.pairs(N_PAIRS, length=40, seed=5, **({"label": "state", "kind": "depth"} if dyck else {}))
+    data = task.splits({"probe": 300}, length=40, seed=11)["probe"]
+    rows = []
+    with model.backend("reference") if arch.startswith("mamba") else contextlib.nullcontext():
+        probes = pl.probe(pl.collect(model, data, SITE), {label: data.labels[label]}, data.groups, mask=data.mask)
+        full = pl.subspaces.directions(probes, label)[SITE].rank
+        learned = pl.das(model, pairs, SITE, None, full, controls=DRAWS, splits=(0.5, 0.1, 0.4))
+        held = pairs[learned.held]
+        rows.append(_row(name, "DAS", full, learned.rows, learned.target()))
+        for rank in dict.fromkeys((1, full)):
+            for definition in DEFINITIONS:
+                found = pl.interchange(
+                    model, held, probes, label=label, directions=definition, rank=rank, controls=DRAWS
+                )
+                rows.append(_row(name, definition, rank, found.rows, found.targets()[0]))
+    return rows
+
+
+def _row(name: str, definition: str, rank: int, rows: list[dict[str, Any]], target: dict[str, Any]) -> dict[str, Any]:
+    iia: dict[str, list[float]] = {}
+    for row in rows:
+        iia.setdefault(row["condition"], []).append(row["iia"])
+    return {
+        "model": name, "directions": definition, "rank": rank, "n": target["n"], "verdict": target["verdict"],
+        "lo": round(target["iia_lo"], 3), "hi": round(target["iia_hi"], 3), "variance": round(target["variance"], 4),
+        "iia": {condition: round(sum(values) / len(values), 3) for condition, values in iia.items()},
+    }  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """One line a model and rank."""
+    lines = [TABLE, "|---|---|---|---|---|---|---|---|---|---|"]
+    for name, rank in dict.fromkeys(
+        (row["model"], row["rank"]) for row in sorted(rows, key=lambda r: (r["model"], r["rank"]))
+    ):
+        here = {r["directions"]: r for r in rows if (r["model"], r["rank"]) == (name, rank)}
+        cells = [_cell(here.get(kind)) for kind in (*DEFINITIONS, "DAS")]
+        beside = here["class_means"]["iia"]
+        cells += [_number(beside.get(kind)) for kind in ("complement", "orthogonal_pca", "random", "full")]
+        lines.append(f"| {name.rsplit('-', 1)[0]} | {rank} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    return "–" if row is None else f"{row['iia']['target']:.2f} ({row['verdict']})"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def refits(rows: list[dict[str, Any]]) -> str:
+    """What searches find where there is nothing to find."""
+    lines = ["| model | rank | DAS | shuffled answers | untrained model |", "|---|---|---|---|---|"]
+    for row in rows:
+        if row["directions"] == "DAS":
+            cells = [_number(row["iia"].get(kind)) for kind in ("target", "shuffled", "untrained")]
+            lines.append(f"| {row['model'].rsplit('-', 1)[0]} | {row['rank']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    """The page."""
+    n = sorted({row["n"] for row in rows})
+    return f"""# Which directions the answers follow
+
+Swap one subspace between two runs that differ in a variable: does the answer become that of the other run? Below, the share
+of pairs in which it does (interchange intervention accuracy), and the verdict, for the trained formal models of this
+project (`docs/data/models`), of {min(n)} to {max(n)} held-out pairs that both runs answer correctly. Swapped is the residual after
+the second of four blocks, at all positions; Parity's variable is the parity so far, Dyck's the depth. "Everything" is 1 by
+construction there, and "complement" is everything but the class means.
+
+{table(rows)}
+
+Rank 1 takes the first direction of each definition, the higher rank the span of the class means (for depth 10). A probe's rows
+are what it reads with; where they and the class means disagree, the answer follows the class means.
+
+DAS learns the subspace from other pairs. The same search on shuffled answers, and in an untrained model of the same
+architecture, says how much of its success means nothing:
+
+{refits(rows)}
+
+Measured by `python docs/tools/interchange_table.py`. One model of each kind: the numbers say nothing about another training run.
+"""
+
+
+def main(names: list[str]) -> None:
+    """Measure what is missing, or named, and write the page."""
+    torch.set_num_threads(1)
+    rows = json.loads(DATA.read_text()) if DATA.exists() else []
+    known = sorted(path.stem for path in (DOCS / "data/models").glob("*.safetensors"))
+    for name in names or known:
+        if names or all(row["model"] != name for row in rows):
+            since = time.process_time()
+            rows = [row for row in rows if row["model"] != name] + measure(name)
+            DATA.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+            print(f"{name}: {time.process_time() - since:.0f} s of CPU", flush=True)
+    PAGE.write_text(page(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
