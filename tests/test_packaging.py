@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.metadata
 import json
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import probelens
+from probelens.hooks.adapter import Adapter
 
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -121,13 +123,19 @@ def test_the_symlinks_lead_to_the_mapped_folders() -> None:
 
 def test_every_adapter_is_declared_and_every_declared_one_exists() -> None:
     declared = set(PYPROJECT["project"]["entry-points"]["probelens.adapters"].values())
-    found = {}
+    found: dict[str, set[str]] = {}
     for path in (ROOT / "adapters").rglob("*.py"):
-        module = ".".join(["probelens.adapters", *path.relative_to(ROOT / "adapters").with_suffix("").parts])
-        for node in ast.parse(path.read_text()).body:
-            named = [x for x in getattr(node, "body", ()) if ast.unparse(x).startswith("name = ")]
-            if isinstance(node, ast.ClassDef) and named:
-                found.setdefault((module, ast.unparse(named[0])), set()).add(f"{module}:{node.name}")
+        parts = [p for p in path.relative_to(ROOT / "adapters").with_suffix("").parts if p != "__init__"]
+        module = importlib.import_module(".".join(["probelens.adapters", *parts]))
+        for cls in vars(module).values():
+            if (
+                isinstance(cls, type)
+                and issubclass(cls, Adapter)
+                and cls.__module__ == module.__name__
+                and cls is not Adapter
+            ):
+                found.setdefault(cls.name, set()).add(f"{module.__name__}:{cls.__name__}")
+    found.pop(Adapter.name, None)  # a base without a name of its own
     assert declared <= set().union(*found.values())
     assert [classes for classes in found.values() if not classes & declared] == []
 

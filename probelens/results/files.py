@@ -215,7 +215,15 @@ def _need_plausible(path: str | os.PathLike[str], size: int) -> None:
 
 
 def need_room(path: str | os.PathLike[str], size: int) -> None:
-    """Refuse what is larger than the memory that is free; files of up to 64 MiB are read without asking."""
+    """Refuse what is larger than the memory that is free; files of up to 64 MiB are read without asking.
+
+    Args:
+        path: The file, for the message.
+        size: Bytes that it takes in memory.
+
+    Raises:
+        StoreError: Less is free.
+    """
     if size > 2**26 and (free := _free_memory()) is not None and size > free:
         raise StoreError(f"can't read {str(path)!r}: it needs {size:,} bytes of memory, and {free:,} are free")
 
