@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -245,7 +246,7 @@ class Recall(nn.Module):
         nn.init.zeros_(self.head.weight)
         shut = 200.0  # the sigmoid of −200 is 0 in single precision: nothing leaks out
         with torch.no_grad():
-            into, back, bias = self.lstm.weight_ih_l0, self.lstm.weight_hh_l0, self.lstm.bias_ih_l0
+            into, back, bias = (self.lstm.get_parameter(f"{name}_l0") for name in ("weight_ih", "weight_hh", "bias_ih"))
             gates = {name: range(i * width, (i + 1) * width) for i, name in enumerate("ifgo")}
             # Unit 0 keeps the bit, unit 1 says that a step has passed, the others hold the tokens' other differences.
             into[gates["g"][0], 0] = 3.0
@@ -297,7 +298,7 @@ def illusory() -> tuple[pl.HookedModel, pl.PatchPairs]:
         vocab_size=8, n_embd=WIDTH, n_inner=NEURONS, n_layer=1, n_head=2, n_positions=8, activation_function="linear",
         tie_word_embeddings=False, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    module = transformers.GPT2LMHeadModel(config).eval()
+    module: Any = transformers.GPT2LMHeadModel(config).eval()
     body = module.transformer
     with torch.no_grad():
         for weight in (body.wpe.weight, body.h[0].attn.c_proj.weight, module.lm_head.weight):

@@ -165,6 +165,8 @@ def ablate(
     need_adjust(adjust)
     if not 0 <= alpha <= 1:
         raise InputError(f"alpha must be from 0 to 1, got {alpha}")
+    if not 0 <= margin < 1:  # also NaN
+        raise InputError(f"margin={margin}: an accuracy so far above its baseline counts as chance; give 0 to below 1")
     draws = Draws.of(controls, len(spaces), adjust)
     # batch.mask says where labels count; it isn't a padding mask, as it leaves out BOS, which is read.
     acts = collect(model, batch, list(spaces), batch_size=batch_size)

@@ -203,6 +203,13 @@ def erase(
     _require_disjoint(fit_batch, held_batch)
     strata = strata_given(fit_batch, given, label)
     names = [point.name for point in resolve(model, sites)]
+    if method in ("oracle", "quadratic") and (states := [name for name in names if model.point(name).step]):
+        raise InputError(
+            f"method {method!r} at {states[0]!r}: this eraser takes the labels of all positions at once, and a recurrent state "
+            "is edited step by step. Use 'leace' there."
+        )
+    if not 0 <= margin < 1:  # also NaN
+        raise InputError(f"margin={margin}: an accuracy so far above its baseline counts as chance; give 0 to below 1")
     spaces: dict[str, Any]
     with _faster_backend(model):
         if method != "inlp":

@@ -15,7 +15,7 @@ Answer = Literal["yes", "no", "can't tell"]
 MARGIN = 0.02  # above its best baseline a probe's accuracy reads nothing
 HALF = 0.5
 BY_CONSTRUCTION = (
-    "by_construction"  # in a patch result's ``extra``: cells, as [site, position], whose recovery is 1 anyway
+    "by_construction"  # in a patch result's ``extra``: cells, as [site, position], whose recovery is fixed in advance
 )
 _SHARE = "fraction of 1"
 
@@ -24,11 +24,11 @@ ANSWERS = (
     Column(
         "needed", str | None,
         '"yes" where removing the class means costs more than its controls do, by the adjusted p and the interval of the '
-        'effect; "no" or "can\'t tell"; None without an ablation there, or of an earlier version.',
+        'effect, and the label can be read there; "no" or "can\'t tell"; None without an ablation there, or of an earlier version.',
     ),
     Column(
         "sufficient", str | None,
-        '"yes" where one patched position restores half of the gap or more, by its interval; cells that are 1 by '
+        '"yes" where one patched position restores half of the gap or more, by its interval; cells that are fixed by '
         "construction don't count; None without pairs.",
     ),
     Column(
@@ -64,9 +64,10 @@ def readable(row: Mapping[str, Any], baseline: float) -> dict[str, Any]:
     return {"readable": _answer(row["lo"], row["hi"], guess + MARGIN), "baseline": guess}
 
 
-def needed(target: Mapping[str, Any] | None, beside: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What removing the class means says, and what the probe's own rows cost."""
-    out: dict[str, Any] = {"needed": None if target is None else target.get("needed")}
+def needed(target: Mapping[str, Any] | None, beside: Mapping[str, Any] | None, readable: str) -> dict[str, Any]:
+    """What removing the class means says, where they are means of something that can be read, and what probe rows cost."""
+    word = None if target is None else target.get("needed")
+    out: dict[str, Any] = {"needed": "can't tell" if word == "yes" and readable != "yes" else word}
     if beside is not None:
         out.update(
             filter_drop=beside["drop"], filter_refit_accuracy=beside.get("refit_accuracy"),
@@ -75,7 +76,7 @@ def needed(target: Mapping[str, Any] | None, beside: Mapping[str, Any] | None) -
 
 
 def patched(result: PatchResult | None, site: str) -> dict[str, Any]:
-    """Whether one patched position restores the answer, by the cells that aren't 1 by construction."""
+    """Whether one patched position restores the answer, by the cells that aren't fixed by construction."""
     out: dict[str, Any] = dict.fromkeys(("sufficient", "recovery", "recovery_lo", "recovery_hi", "recovery_pos"))
     if result is None or site not in result.sites:
         return out

@@ -146,16 +146,16 @@ def profile(
 
 
 def _patch(model: HookedModel, pairs: Any, batch_size: int, progress: bool) -> PatchResult:
-    """Patches at each layer and position, with the cells whose recovery is 1 by construction among the notes.
+    """Patches at each layer and position, with the cells whose recovery is fixed by construction among the notes.
 
-    These are the embedding of the only position where the runs differ, and what the answer is read from.
+    These are the embedding of the only position where the runs differ, which gives 1, and the last block's output, of which
+    only the position that is read reaches the answer.
     """
     found = patch(model, pairs, LAYER_AXIS, pos="each", batch_size=batch_size, progress=progress)
     differ = (pairs.clean != pairs.corrupted).any(0).nonzero().flatten().tolist()
-    read = pairs.read_pos.unique().tolist()
     last = model.cfg.n_layers - 1
     anyway = [[i, differ[0]] for i, layer in enumerate(found.layers) if layer == -1 and len(differ) == 1]
-    anyway += [[i, read[0]] for i, layer in enumerate(found.layers) if layer >= last and len(read) == 1]
+    anyway += [[i, j] for i, layer in enumerate(found.layers) if layer >= last for j in range(len(found.positions))]
     found.extra[BY_CONSTRUCTION] = anyway
     return found
 

@@ -111,7 +111,7 @@ class Profile(Result):
             merged.update(drop_lo=cost.get("lo"), drop_hi=cost.get("hi"))
         swapped = self.interchanges.get(label)
         return {
-            **merged, **needed(cost, targets["filter"]), **patched(self.patches.get(label), site),
+            **merged, **needed(cost, targets["filter"], read["readable"]), **patched(self.patches.get(label), site),
             **interchanged([] if swapped is None else swapped.rows, site, read["readable"]),
         }  # fmt: skip
 

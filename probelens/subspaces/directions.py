@@ -54,8 +54,8 @@ def directions(
         )
     if definition not in DEFINITIONS:
         raise InputError(f"directions={definition!r} is not known. Allowed: {', '.join(map(repr, DEFINITIONS))}")
-    if rank is not None and rank < 1:
-        raise InputError(f"rank={rank}: it must be at least 1")
+    if rank is not None and (not isinstance(rank, int) or rank < 1):
+        raise InputError(f"rank={rank}: it must be a whole number, at least 1")
     out: dict[str, Subspace | Eraser] = {}
     for site in probes.sites:
         mean = probes.mean(site).double()

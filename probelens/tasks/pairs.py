@@ -247,6 +247,8 @@ def _need_alike(clean: Examples, corrupted: Examples) -> None:
 
 def _need_different(clean: Examples, corrupted: Examples, edit: Tensor | None) -> None:
     n, rows = len(clean), torch.arange(len(clean), device=clean.main.device)
+    if not n:
+        return
     if edit is None:
         ids = torch.cat([torch.cat([c.reshape(n, -1), k.reshape(n, -1)]) for c, k in [(clean.main, corrupted.main)]])
         same = (ids[:n] == ids[n:]).all(1)

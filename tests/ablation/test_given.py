@@ -101,3 +101,20 @@ def test_errors_of_what_is_given() -> None:
     numbers = [pl.Batch(b.tokens, {**b.labels, "v": b.labels["y"].float()}) for b in (fit, held)]
     with pytest.raises(pl.InputError, match="no strata"):
         pl.erase(model, *numbers, label="z", target="y", given="v", **KW)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("margin", [float("nan"), -0.1, 1.0])
+def test_a_margin_that_turns_verdicts_over_is_refused(margin: float) -> None:
+    made = planted.unused()
+    with pytest.raises(pl.InputError, match="margin="):
+        pl.erase(made.model, made.fit, made.held, label="z", target="y", sites=planted.SITE, margin=margin)
+    space = {planted.SITE: pl.subspaces.random(1, planted.WIDTH, seed=0)}
+    with pytest.raises(pl.InputError, match="margin="):
+        pl.ablate(made.model, made.held, space, label="y", margin=margin)
+
+
+@pytest.mark.parametrize("method", ["oracle", "quadratic"])
+def test_erasers_that_take_labels_are_refused_at_a_recurrent_state(method: str) -> None:
+    made, _ = planted.held_back(60)
+    with pytest.raises(pl.InputError, match="step by step"):
+        pl.erase(made.model, made.fit, made.held, label="y", sites="blocks.0.rnn.hook_c", method=method)

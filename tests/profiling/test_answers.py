@@ -66,6 +66,14 @@ def test_used_is_said_only_of_what_can_be_read(word: str, read: str, used: str) 
     assert answers.interchanged(rows, "other", read)["used"] is None
 
 
+def test_needed_is_said_only_of_what_can_be_read() -> None:
+    ask = lambda word, read: answers.needed({"needed": word}, None, read)["needed"]  # noqa: E731
+    assert [ask("yes", read) for read in ("yes", "no", "can't tell")] == ["yes", "can't tell", "can't tell"]
+    assert [ask(word, "no") for word in ("no", "can't tell")] == ["no", "can't tell"]
+    beside = {"drop": 0.1, "refit_accuracy": 0.9}
+    assert answers.needed(None, beside, "yes") == {"needed": None, "filter_drop": 0.1, "filter_refit_accuracy": 0.9}
+
+
 @pytest.fixture(scope="module")
 def parity() -> SimpleNamespace:
     """Two tokens; one block adds up to now, mod 2, in the first feature; the answer is read from there."""
@@ -110,6 +118,9 @@ def test_a_planted_parity_is_readable_and_used_from_the_block_that_computes_it(p
     assert "yes" not in list(table["used"])[:2]
     assert (table["iia"].loc[1], table["iia_complement"].loc[1]) == (1.0, 0.0)
     assert table["drop"].loc[1] > 0.4
+    # The last block's output at other positions than the one that is read reaches no answer: fixed in advance.
+    assert table["sufficient"].loc[2] == "can't tell"
+    assert table["recovery"].isna().loc[2]
 
 
 def test_a_profile_says_each_answer_with_what_it_rests_on(parity: SimpleNamespace) -> None:
