@@ -476,7 +476,7 @@ ABOUT = {
     EFFECT: """\
 The effect of an ablation is what a target costs beyond one more draw of its control. A random subspace is such a draw, so its
 effect is 0, and the interval should hold 0 in 95 of 100 cases. The first lines use costs made by hand (60 sequences), the
-others `pl.ablate` on two [planted models](five-ways.md), on 100 random sequences: in `unused` the answer is read along one
+others `pl.ablate` on two [planted models](fooled.md), on 100 random sequences: in `unused` the answer is read along one
 direction, in `crowded` along all. The truth of a target that is read is its cost on all sequences that were held out, less
 that of one more random direction there.""",
     SWEEP: """\
