@@ -94,7 +94,6 @@ def test_the_shared_block_of_zamba2_acts_on_the_mixers_input_alone() -> None:
         ("falcon", "blocks.0.hook_resid_mid", "parallel"),
         ("phi3", "blocks.0.mlp.hook_pre", "one projection"),
         ("mixtral", "blocks.0.mlp.hook_post", "mixture of experts"),
-        ("opt-norm-after", "blocks.0.hook_resid_mid", "norm every sum"),
         ("zamba2", "blocks.0.hook_mlp_out", "no MLP of its own"),
         ("rwkv", "blocks.0.hook_attn_out", "has no attention"),
         ("rwkv", "blocks.0.mixer.hook_ssm_state", "RwkvSelfAttention.*out of reach; use hook_mixer_out"),
