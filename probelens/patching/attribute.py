@@ -13,6 +13,7 @@ from probelens.hooks.names import need_wrapped, resolve
 from probelens.hooks.points import HookPoint, has_positions
 from probelens.hooks.shorthand import Names
 from probelens.numerics.modes import differentiable
+from probelens.numerics.tensors import whole_number
 from probelens.patching.metric import Metric, need_numbers
 from probelens.patching.pairs import Mode, Pos, Side, check_pairs, check_positions, columns, length_at, notes, sides_of
 from probelens.patching.plan import Source
@@ -57,6 +58,7 @@ def attribute(
     need_wrapped(model)
     need_gradients(model, "attribute()", "patch()")
     check_pairs(pairs, mode)
+    whole_number("batch_size", batch_size)
     points = resolve(model, sites)
     names = [point.name for point in points]
     sides = sides_of(model, pairs, metric, batch_size)
