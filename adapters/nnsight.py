@@ -175,7 +175,15 @@ class Remote(Adapter):
         layer = point.block
         # What a hook is told travels with it, so it is made of nothing that only exists here.
         hook = SimpleNamespace(
-            name=name, axes=point.axes, pos=None, length=None, pos_axis=point.pos_axis, ctx={}, layer=lambda: layer
+            name=name,
+            axes=point.axes,
+            pos=None,
+            length=None,
+            pos_axis=point.pos_axis,
+            offset=0,
+            real=None,
+            ctx={},
+            layer=lambda: layer,
         )
         fns = [(number, None if entry.reads else entry.fn) for number, entry in entries]
         assert point.site is not None

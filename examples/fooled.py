@@ -292,7 +292,7 @@ def case_spare() -> Case:
         (f"the direction between the class means: {_ablated(row)}", judge(row)),
         (f"the same swapped: {_interchanged(found.swap, found.iia)}", judge_swap(found.swap)),
     )
-    numbers = {"iia": found.swap["iia"], **_numbers(one, "one_"), **_numbers(row)}
+    numbers = {"iia": found.swap["iia"], **_numbers(one, "one_"), **_numbers(row), **_numbers(found.erased, "erased_")}
     bars = (
         usual("answers lost without the probe's direction", one["drop"]),
         here("variance along the probe's direction", one["variance"]),

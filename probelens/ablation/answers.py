@@ -66,6 +66,17 @@ def where(batch: Any, by_position: bool) -> Tensor:
     return mask if mask.ndim == 1 else mask.any(1)
 
 
+def filled(outputs: Tensor, mask: Tensor) -> Tensor:
+    """The outputs of packed sequences, which end with the longest of the batch, at all positions."""
+    given = outputs.shape[1]
+    if given > mask.shape[1] or bool(mask[:, given:].any()):
+        raise ShapeError(
+            f"the model gives {given} positions where the batch's mask has {mask.shape[1]} and counts some beyond. Give a "
+            "mask of the outputs' positions, False where a sequence has ended"
+        )
+    return torch.cat([outputs, outputs.new_zeros(len(outputs), mask.shape[1] - given, *outputs.shape[2:])], 1)
+
+
 def _a_number_at_each_position(answers: Tensor | None, batch: Any, shape: tuple[int, ...]) -> bool:
     return (
         answers is not None and answers.is_floating_point() and answers.ndim == 2 and answers.shape[1] == shape[1] > 1
@@ -122,19 +133,9 @@ class _Reading:
     def __call__(self, outputs: Tensor, **data: Tensor) -> Tensor:
         mask = data["mask"]
         if self.by_position and outputs.shape[1] != mask.shape[1]:
-            outputs = self._filled(outputs, mask)
+            outputs = filled(outputs, mask)
         value = self._value(outputs, mask, data)
         return value if self.by_position else value[:, None]
-
-    def _filled(self, outputs: Tensor, mask: Tensor) -> Tensor:
-        """The outputs of packed sequences, which end with the longest of the batch, at all positions."""
-        given = outputs.shape[1]
-        if given > mask.shape[1] or bool(mask[:, given:].any()):
-            raise ShapeError(
-                f"the model gives {given} positions where the batch's mask has {mask.shape[1]} and counts some beyond. Give a "
-                "mask of the outputs' positions, False where a sequence has ended"
-            )
-        return torch.cat([outputs, outputs.new_zeros(len(outputs), mask.shape[1] - given, *outputs.shape[2:])], 1)
 
     def _value(self, outputs: Tensor, mask: Tensor, data: dict[str, Tensor]) -> Tensor:
         metric = self.metric
@@ -157,7 +158,7 @@ class _Reading:
             reference = data["reference"]
             if self.by_position:
                 if reference.shape[1] != outputs.shape[1]:
-                    reference = self._filled(reference, mask)
+                    reference = filled(reference, mask)
                 shape = outputs.shape[:2]
                 outputs, reference = outputs.flatten(0, 1), reference.flatten(0, 1)
                 return kl(outputs, reference, mask.flatten()).reshape(shape)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probelens.ablation.answers import where
+from probelens.ablation.answers import filled, where
 from probelens.hooks.edits.values import Replace
 from probelens.hooks.inputs import mask_for_model
 from probelens.hooks.model import HookedModel
@@ -41,15 +41,17 @@ def unread_sites(
         moved = x + noise.to(x)
         return Condition((name,), (Intervention(name, lambda some: Replace(mask[some], moved[some])),))
 
-    def project(logits: Tensor) -> Tensor:
+    def project(logits: Tensor, mask: Tensor) -> Tensor:
         if logits.ndim == 1:
             return logits.float()
+        if each and logits.shape[1] != mask.shape[1]:
+            logits = filled(logits, mask)
         weights = torch.randn(logits.shape[-1], generator=torch.Generator().manual_seed(seed))
         return logits.float() @ weights.to(logits.device)
 
     told = mask_for_model(model, few.attention_mask, few.inputs)
     each = len(output_shape(model, few.examples, told)) == 3
-    read = Read(project, by_position=each)
+    read = Read(project, None, {"mask": where(few, each)}, by_position=each)
     found = sweep(
         model, few.inputs, [noisy(name) for name in names], read, batch_size=batch_size, memory=memory,
         attention_mask=few.attention_mask,

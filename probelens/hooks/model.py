@@ -20,7 +20,7 @@ from probelens.hooks.inputs import described, prepared
 from probelens.hooks.lens import TransformerLensMethods
 from probelens.hooks.names import Points
 from probelens.hooks.passes.fired import check_fired
-from probelens.hooks.passes.layout import settle, settle_before
+from probelens.hooks.passes.layout import each_call, settle, settle_before
 from probelens.hooks.passes.recording import Slice, recorders, without_batch
 from probelens.hooks.points import Direction, HookFn, HookPoint
 from probelens.hooks.shorthand import Names
@@ -311,7 +311,7 @@ class HookedModel(TransformerLensMethods):
             inputs: As for calling the model.
             names_filter: None for every hook point; a full name; a shorthand for every layer, "resid_post", or for
                 one, ("resid_post", 3); a path of the module's own, "h.3.mlp.hook_out"; a glob; a predicate on full names;
-                a HookPoint; or a list of these.
+                a HookPoint; or a list of these. Patterns keep each call of a module that a forward calls several times.
             stop_at_layer: As for calling the model; patterns then mean the points before it.
             start_at_layer: As for calling the model; patterns then mean the points from it on.
             pos_slice: Positions to keep: int, slice, list or (start, stop).
@@ -322,9 +322,8 @@ class HookedModel(TransformerLensMethods):
             return_type: As for calling the model.
             return_cache_object: False gives a plain dict.
             dtype: Dtype of the copies; None keeps the model's.
-            reset_hooks_end: Accepted so that calls written for TransformerLens run. The hooks that record
-                are always removed.
-            clear_contexts: Accepted for the same reason, without effect.
+            reset_hooks_end, clear_contexts: Accepted so that calls written for TransformerLens run; the hooks that
+                record are always removed.
             **kw: Passed to the module's forward.
 
         Returns:
@@ -336,6 +335,7 @@ class HookedModel(TransformerLensMethods):
             InputError: ``incl_bwd`` with an output that is not one number.
         """
         points = self.points.reached(names_filter, start_at_layer, stop_at_layer)
+        points = each_call(self, names_filter, points, None if start_at_layer is not None else (inputs, kw))
         cache, fwd, bwd = recorders(points, incl_bwd, device, dtype, pos_slice)
         entries = [*fwd, *bwd]
         with self.switchboard.listening(entries):

@@ -283,7 +283,9 @@ def has_positions(point: HookPoint) -> bool:
 
 def no_positions(point: HookPoint) -> str:
     """Why positions can't be asked for at a point without a known axis of them, for the end of a sentence."""
-    return f"no position axis is known{': ' + point.note if not has_positions(point) and point.note else ''}"
+    if "unknown" not in point.axes:
+        return f"the axes ({', '.join(point.axes)}) have no positions"
+    return "no position axis is known" + (f": {point.note}" if point.note else "")
 
 
 def version_of(tensor: Tensor) -> int | None:

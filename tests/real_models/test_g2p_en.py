@@ -168,9 +168,16 @@ def test_one_direction_turns_a_into_i_in_words_it_was_not_made_from(model: pl.Ho
 def test_a_module_that_runs_once_a_phoneme_is_hooked_each_time(model: pl.HookedModel, module: g2p_en.G2P) -> None:
     states: list[Tensor] = []
     letters = module.encode(["bat"])
-    logits = model.run_with_hooks(letters, [("decoder.hook_out", lambda state, hook: states.append(state))])
+    keep = lambda state, hook: states.append(state)  # noqa: E731
+    with pytest.raises(pl.InputError, match="Say which call you mean"):
+        model.run_with_hooks(letters, [("decoder.hook_out", keep)])
+    calls = [f"decoder.hook_out#{i}" for i in range(g2p_en.LONGEST)]
+    logits = model.run_with_hooks(letters, [(calls, keep)])
     assert len(states) == g2p_en.LONGEST
     torch.testing.assert_close(torch.stack([module.head(state) for state in states], 1), logits)
+    _, cache = model.run_with_cache(letters)  # every point: each call by its number
+    for i, state in enumerate(states):
+        torch.testing.assert_close(cache[f"unembed.hook_in#{i}"], state)
 
 
 def test_nothing_of_it_stays_on_the_module(model: pl.HookedModel, module: g2p_en.G2P) -> None:

@@ -14,6 +14,7 @@ from sklearn.metrics import balanced_accuracy_score
 from torch import Tensor
 
 import probelens as pl
+from probelens.probing.splits import split_by_group
 from real_models import fetch, textgenrnn
 
 pytestmark = pytest.mark.network
@@ -294,13 +295,22 @@ def test_ablate_agrees_with_hooks_set_by_hand_and_finds_it_needed_though_a_refit
         value[:, -1] = sign * logits[:, -1].log_softmax(-1)[:, module.vocab[")"]]
         return value
 
-    probes = pl.probe(pl.collect(model, train, LAYER_0), train.labels, train.groups)
-    result = pl.ablate(model, test, probes, metric=closing, controls=5, label="inside", kinds=("random", "pca"))
-    (target,) = result.targets()
-    subspace = pl.subspaces.from_probe(probes.coef(LAYER_0), probes.mean(LAYER_0))
-    logits = model.run_with_hooks(test.tokens, [(LAYER_0, pl.edits.project(subspace))])
-    by_hand = closing(logits, test.tokens, test.mask, test.labels["inside"])
-    assert target["value"] == pytest.approx(float(by_hand.mean()), abs=1e-4)
+    acts = pl.collect(model, train, LAYER_0)
+    probes = pl.probe(acts, train.labels, train.groups)
+    rows = split_by_group(train.groups).train
+    x, y = acts[LAYER_0][rows].flatten(0, 1), train.labels["inside"][rows].flatten()
+    spaces = {
+        "class_means": pl.subspaces.class_means(x, y),
+        "filter": pl.subspaces.from_probe(probes.coef(LAYER_0), probes.mean(LAYER_0)),
+    }
+    for name, space in spaces.items():
+        result = pl.ablate(
+            model, test, probes, metric=closing, controls=5, label="inside", kinds=("random", "pca"), directions=name
+        )
+        (target,) = result.targets()
+        logits = model.run_with_hooks(test.tokens, [(LAYER_0, pl.edits.project(space))])
+        by_hand = closing(logits, test.tokens, test.mask, test.labels["inside"])
+        assert target["value"] == pytest.approx(float(by_hand.mean()), abs=1e-4), name
     assert target["drop"] > 0.7 * target["clean"]
     random = [row["drop"] for row in result.rows if row["condition"] == "random"]
     assert len(random) == 5

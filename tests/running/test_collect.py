@@ -89,11 +89,17 @@ def test_positions_dtype_and_masks(model: pl.HookedModel) -> None:
 def test_earlier_blocks_only_run_as_far_as_needed(model: pl.HookedModel) -> None:
     ran = []
     handle = model.module.gpt_neox.layers[2].register_forward_pre_hook(lambda m, a: ran.append(1))
-    pl.collect(model, zoo.tokens(), "blocks.1.hook_resid_post")
-    assert ran == []
-    pl.collect(model, zoo.tokens(), "blocks.2.hook_resid_pre")
-    handle.remove()
-    assert ran == [1]
+    try:
+        pl.collect(
+            model, zoo.tokens(), ["blocks.1.hook_resid_post", "blocks.2.hook_resid_pre"]
+        )  # the layout is tried once
+        ran.clear()
+        pl.collect(model, zoo.tokens(), "blocks.1.hook_resid_post")
+        assert ran == []
+        pl.collect(model, zoo.tokens(), "blocks.2.hook_resid_pre")
+        assert ran == [1]
+    finally:
+        handle.remove()
 
 
 def test_dataset_rows_mappings_and_lists(model: pl.HookedModel) -> None:

@@ -90,6 +90,9 @@ def test_patching_prints_the_factor_that_a_failed_trial_leaves() -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_patch_plan_counts_all_unembedded_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = wrapped(name)
+    # The layout of a model of the user's own is tried once, before anything is counted.
+    for sites in SITES:
+        pl.collect(model, pairs().clean, sites)
     collected, counted = [], Counted(model, monkeypatch)
     for sites in SITES:
         planned = pl.patch_plan(model, pairs(), sites, batch_size=3)

@@ -143,21 +143,21 @@ def test_oracle_given_another_label_leaves_no_covariance_within_strata() -> None
 
 
 def test_erase_takes_the_labels_of_the_held_batch(tmp_path) -> None:
-    spare = planted.spare()
+    made = planted.unused()
     kw = {"label": "y", "sites": SITE, "controls": 3, "mlp": False}
-    x, y = spare.acts(spare.held), spare.held.labels["y"]
+    x, y = made.acts(made.held), made.held.labels["y"]
     for method, fit in (("oracle", oracle), ("quadratic", quadratic)):
-        got = pl.erase(spare.model, spare.fit, spare.held, method=method, **kw)
-        row, erased = got.rows[0], fit(spare.acts(spare.fit), spare.fit.labels["y"])(x, y)
+        got = pl.erase(made.model, made.fit, made.held, method=method, **kw)
+        row, erased = got.rows[0], fit(made.acts(made.fit), made.fit.labels["y"])(x, y)
         # Independent: the model run by hand on activations that the eraser changed.
-        with spare.model.hooks([(SITE, lambda t, hook, new=erased: new)]):
-            by_hand = (spare.model(spare.held.tokens).argmax(-1) == y).double().mean()
+        with made.model.hooks([(SITE, lambda t, hook, new=erased: new)]):
+            by_hand = (made.model(made.held.tokens).argmax(-1) == y).double().mean()
         assert row["value"] == pytest.approx(float(by_hand), abs=1e-6)
         assert row["verdict"] == "erased"
         assert (row["control_problem"] is None) == (method == "oracle")
         back = pl.ErasureResult.load(got.save(tmp_path / f"{method}.safetensors"))
         torch.testing.assert_close(back.subspaces[SITE](x, y), erased, rtol=1e-6, atol=1e-6)
-        assert not spare.model.has_hooks()
+        assert not made.model.has_hooks()
 
 
 def test_where_labels_cannot_be_had_an_eraser_that_needs_them_says_why() -> None:

@@ -19,9 +19,10 @@ from probelens.hooks.forwards import submodule
 from probelens.hooks.passes.turned import Layout
 from probelens.hooks.points import HookPoint, Site
 from probelens.hooks.protocol import Wrapped
+from probelens.hooks.shorthand import Names
 from probelens.hooks.trials import Untried, agree, random_tokens, recall, remember, run_alone
 
-__all__ = ["find_layouts", "settle"]
+__all__ = ["each_call", "find_layouts", "settle"]
 
 Seen = dict[tuple[str, str, Any], list[Tensor]]
 """The tensors that each site was called with, in order, of one run."""
@@ -55,6 +56,36 @@ def settle(model: Wrapped, call: Call | None, parts: bool = False) -> None:
         if layout is not None:
             require_one_call(entry.point, layout)
             layout.name_axes(entry.point)
+
+
+def each_call(
+    model: Wrapped, names: Names, points: list[HookPoint], given: tuple[Any, dict[str, Any]] | None
+) -> list[HookPoint]:
+    """The points with ``name#0`` to ``name#k`` for one that a pattern found and that a forward reaches several times.
+
+    Args:
+        model: The wrapped model.
+        names: What was asked for; whoever writes a full name says which call.
+        points: What it means.
+        given: The inputs, and the keywords they are called with; None for a run from the middle, which gets a residual.
+    """
+    parts = names if isinstance(names, list) else [names]
+    looked = [model.points.lookup(part) for part in parts]
+    named = {name for found, explicit in looked if explicit for name in found}
+    unsure = [p for p in points if p.name not in named and p.kind == "boundary" and is_unsure(model, p)]
+    if not unsure or given is None:
+        return points
+    inputs, kw = given
+    rest = {name: value for name, value in kw.items() if name not in ("attention_mask", "loss_per_token")}
+    layouts = find_layouts(model, unsure, model.prepare(inputs, kw.get("attention_mask"), None, rest))
+    several = {
+        name: one.calls for name, one in layouts.items() if one.calls > 1 and one.same_each_time and not one.steps
+    }
+    found = []
+    for point in points:
+        calls = [f"{point.name}#{i}" for i in range(several.get(point.name, 0))]
+        found += [model.points.match(name)[0][0] for name in calls] or [point]
+    return found
 
 
 def settle_before(model: Callable[[], Wrapped | None]) -> Callable[[Any, Any], None]:
