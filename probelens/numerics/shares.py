@@ -74,7 +74,7 @@ def share_interval(hits: Any, counts: Any, *, level: float = 0.95) -> tuple[floa
         >>> [round(end, 3) for end in share_interval([10] * 50, [10] * 50)]
         [0.929, 1.0]
         >>> [round(end, 3) for end in share_interval([10, 0] * 25, [10] * 50)]  # as 50 trials, not as 500
-        [0.352, 0.648]
+        [0.35, 0.65]
     """
     right, count = as_array(hits), as_array(counts)
     if right.ndim != 1 or right.shape != count.shape:
