@@ -140,7 +140,7 @@ def constant(logits: Tensor, answers: Tensor) -> Tensor:
         (lambda p: pl.ablate(p.model, p.batch[:1], p.space, label="state"), pl.InputError, "at least 2 sequences .* has 1"),
         (lambda p: pl.length_transfer(p.model, p.space, p.task), pl.InputError, "expected a task, got a dict"),
         (lambda p: pl.length_transfer(p.model, p.task, [5], p.space), pl.InputError, "must be a mapping .* got a list"),
-        (lambda p: pl.profile(p.model, p.pairs), pl.InputError, "expected a task, got a PatchPairs"),
+        (lambda p: pl.profile(p.model, p.batch.tokens), pl.InputError, "expected a task, a Batch or PatchPairs, got a Tensor"),
     ],
 )  # fmt: skip
 def test_a_measure_that_cannot_be_made_says_what_was_given_and_what_is_needed(

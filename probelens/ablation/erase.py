@@ -42,7 +42,7 @@ from probelens.tasks.examples import label_mask, spread_labels, spread_mask
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["ErasureResult", "erase"]
+__all__ = ["ErasureResult", "erase", "require_disjoint"]
 
 Method = Literal["leace", "inlp", "oracle", "quadratic"]
 
@@ -200,7 +200,7 @@ def erase(
         )
     label = label_of(fit_batch, label, "label")
     target = label_of(held_batch, label_of(held_batch, label, "label") if target is None else target, "target")
-    _require_disjoint(fit_batch, held_batch)
+    require_disjoint(fit_batch, held_batch)
     strata = strata_given(fit_batch, given, label)
     names = [point.name for point in resolve(model, sites)]
     if method in ("oracle", "quadratic") and (states := [name for name in names if model.point(name).step]):
@@ -308,7 +308,9 @@ def _activations(model: HookedModel, batch: Any, names: list[str], batch_size: i
     return found
 
 
-def _require_disjoint(fit: Any, held: Any) -> None:
+def require_disjoint(fit: Any, held: Any) -> None:
+    """Refuse (InputError) batches of which more than one in twenty held-out examples is also among those fitted on."""
+
     def texts(batch: Any) -> list[Any]:
         if not batch.examples.plain:
             parts = batch.examples.batched or {"": batch.examples.main}
@@ -320,6 +322,6 @@ def _require_disjoint(fit: Any, held: Any) -> None:
     shared = sum(text in known for text in texts(held))
     if shared > 0.05 * len(held):
         raise InputError(
-            f"{shared} of {len(held)} held-out sequences are also in fit_batch, so what is measured on them is not "
+            f"{shared} of {len(held)} held-out sequences are also among those that were fitted on, so what is measured on them is not "
             "held out. Draw both at once: task.splits({'fit': 2000, 'held': 400})"
         )

@@ -106,7 +106,8 @@ class PatchResult(Result):
         """The share of the clean−corrupted gap that each patch moves; not clipped.
 
         A ratio of means over examples. Denoising: 1 is the clean run, 0 the corrupted one. Noising
-        is the mirror: 1 means that the patch takes the whole gap away, 0 that it takes nothing.
+        is the mirror: 1 means that the patch takes the whole gap away, 0 that it takes nothing. The gap of the metric
+        "value" may have either sign, so each pair is counted in the direction of its own.
 
         Args:
             correct_only: Count only pairs that both runs answer correctly.
@@ -123,8 +124,8 @@ class PatchResult(Result):
         return self._ratio(self.kept(correct_only).nonzero().flatten())
 
     def _ratio(self, rows: Tensor) -> Tensor:
-        clean, corrupted = self.clean[rows].double().mean(), self.corrupted[rows].double().mean()
-        gap = clean - corrupted
+        moved, gaps = self._moved(rows)
+        gap = gaps.mean()
         if bool(gap.isnan()):
             raise MetricError(
                 "the metric is NaN for some pairs, so there is no gap to restore. Mask those pairs, or fix the metric."
@@ -134,10 +135,16 @@ class PatchResult(Result):
                 "clean and corrupted runs have the same mean metric, so there is no gap to restore. "
                 "Check that the pairs differ in what the metric reads."
             )
-        patched = self.values[:, :, rows].double().mean(-1)
-        done = (patched - corrupted) / gap if self.mode == "denoise" else (clean - patched) / gap
+        done = moved.mean(-1) / gap
         # Adding zero turns −0.0, which reads like a sign, into 0.0.
         return done.to(torch.float32) + 0.0
+
+    def _moved(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """What each patch moves of some pairs (site, pos, example), and the gap of each (example,)."""
+        clean, corrupted, patched = (x[..., rows].double() for x in (self.clean, self.corrupted, self.values))
+        gap, moved = clean - corrupted, patched - corrupted if self.mode == "denoise" else clean - patched
+        sign = gap.sign() if self.metric == "value" else 1.0
+        return moved * sign, gap * sign
 
     def interval(
         self, level: float = 0.95, n_boot: int = 1000, seed: int = 0, correct_only: bool = True
@@ -159,10 +166,8 @@ class PatchResult(Result):
         value = self._ratio(rows)
         if len(rows) == 1:
             return torch.full_like(value, torch.nan), torch.full_like(value, torch.nan)
-        clean, corrupted = self.clean[rows].double(), self.corrupted[rows].double()
-        patched = self.values[:, :, rows].double().movedim(-1, 0)
-        top = patched - corrupted[:, None, None] if self.mode == "denoise" else clean[:, None, None] - patched
-        found = ratio_of_means(top[None], (clean - corrupted)[None], level=level, n_draws=n_boot, seed=seed)
+        moved, gap = self._moved(rows)
+        found = ratio_of_means(moved.movedim(-1, 0)[None], gap[None], level=level, n_draws=n_boot, seed=seed)
         return found.low.float(), found.high.float()
 
     def agreement(self, other: PatchResult, top: int = 10, correct_only: bool = True) -> dict[str, float]:

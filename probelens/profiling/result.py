@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from probelens.ablation.columns import ABLATION
 from probelens.ablation.result import AblationResult
+from probelens.ablation.scoring import COST
 from probelens.errors import InputError, MetricError
 from probelens.numerics.indices import ProfileIndices
 from probelens.patching.interchange_result import InterchangeResult
 from probelens.patching.result import PatchResult
 from probelens.probing.result import ProbeResult
 from probelens.profiling.answers import ANSWERS, interchanged, needed, patched, readable
+from probelens.profiling.material import WARM_UP
 from probelens.results.columns import Column, table
 from probelens.results.result import Result
 from probelens.results.sentences import fixed, layers, listed, percent, points
@@ -23,9 +25,9 @@ if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
-__all__ = ["WARM_UP", "Profile"]
+__all__ = ["Profile"]
 
-WARM_UP = 20
+NAMES = {"accuracy": "accuracy", "r2": "R²", "mse": "squared error", "next_token_loss": "loss"}
 _COST = (
     "directions", "variance", "between_variance", "clean", "value", "drop", "damage", "effect", "effect_lo", "effect_hi",
     "effect_p", "effect_p_adjusted", "control_overlap", "refit_accuracy", "refit_mlp_accuracy", "verdict",
@@ -41,14 +43,17 @@ class Profile(Result):
         ablations: Needed? The span of the class means removed, by label.
         patches: Sufficient? By name of the pairs.
         indices: Profile statistics and verdict, by label.
-        behaviour: The model's own accuracy on the target: "all", and "late" (positions over 20).
+        behaviour: The model's own score on the target: "all", and of a task "late" (positions over 20).
         baseline: The best guess of each label without its state, which the indices count from.
-        task: The task's config.
-        length: Tokens in each sequence.
+        task: The task's config; what the inputs are, under "inputs", where there is no task.
+        length: Positions of each example.
         model: Name of the model.
         filters: As ``ablations``, of the probe's own rows; empty in profiles of earlier versions.
         interchanges: Used? The span of the class means swapped between the runs of pairs that differ in the label; empty in
             profiles of earlier versions.
+        target: The label that the model answers with; "" where the metric needs none.
+        metric: What the model's answers and ablations are scored by.
+        unasked: Why a question has no answer, by "label: question".
         extra: What the caller wants to keep with the result; saved and loaded with it.
     """
 
@@ -72,6 +77,9 @@ class Profile(Result):
     model: str
     filters: dict[str, AblationResult] = field(default_factory=dict)
     interchanges: dict[str, InterchangeResult] = field(default_factory=dict)
+    target: str = ""
+    metric: str = "accuracy"
+    unasked: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
     def to_dataframe(self) -> pd.DataFrame:
@@ -86,11 +94,11 @@ class Profile(Result):
         """One row a layer: readable, needed, sufficient, used, and the number that each rests on.
 
         Returns:
-            Columns label, layer, site, readable, accuracy, baseline, needed, drop, variance, effect, verdict (of the
+            Columns label, layer, site, readable, accuracy (r2 of values), baseline, needed, drop, variance, effect, verdict (of the
             ablation), filter_drop, filter_variance, sufficient, recovery, used, iia, iia_complement and interchange.
         """
         shown = (
-            "label", "layer", "site", "readable", "accuracy", "baseline", "needed", "drop", "variance", "effect", "verdict",
+            "label", "layer", "site", "readable", "accuracy", "r2", "baseline", "needed", "drop", "variance", "effect", "verdict",
             "filter_drop", "filter_variance", "sufficient", "recovery", "used", "iia", "iia_complement", "interchange",
         )  # fmt: skip
         found = self.to_dataframe()
@@ -140,10 +148,14 @@ class Profile(Result):
 
     def findings(self) -> list[str]:
         """What the model knows, and one line a label: readable, needed, sufficient, used, with what each rests on."""
-        known = percent(self.behaviour["all"])
-        if self.length + self.task.get("bos", False) > WARM_UP + 1:  # some positions are later
-            known += f" ({percent(self.behaviour['late'])} after position {WARM_UP})"
-        lines = [f"{self.model} on {self.task.get('task', 'a task')} of length {self.length}, own accuracy {known}."]
+        say = _number(self.metric)
+        known = f"own {NAMES.get(self.metric, self.metric)} {say(self.behaviour['all'])}"
+        if (
+            "late" in self.behaviour and self.length + self.task.get("bos", False) > WARM_UP + 1
+        ):  # some positions are later
+            known += f" ({say(self.behaviour['late'])} after position {WARM_UP})"
+        what = self.task.get("inputs") or f"{self.task.get('task', 'a task')} of length {self.length}"
+        lines = [f"{self.model} on {what}, {known}."]
         for label in self.indices:
             lines += self.said(label)
         return lines
@@ -160,7 +172,13 @@ class Profile(Result):
         rows = [self._row(row) for row in self.probes.rows if (row["control"], row["label"]) == ("task", label)]
         rows = [row for row in rows if row["seed"] == self.probes.seeds[0]]
         found = self.indices[label]
-        return [f"{label}: {'; '.join(_said(rows))}.", f"  Profile over layers: {found.verdict}, {found.reason}."]
+        lines = [f"{label}: {'; '.join(_said(rows, self.metric))}."]
+        lines += [
+            f"  Not asked: {name.removeprefix(f'{label}: ')}, as {why.rstrip('.')}."
+            for name, why in self.unasked.items()
+            if name.startswith(f"{label}: ")
+        ]
+        return [*lines, f"  Profile over layers: {found.verdict}, {found.reason}."]
 
     def plot(self) -> go.Figure:
         """Probe accuracy by layer with its baselines."""
@@ -192,26 +210,32 @@ class Profile(Result):
         return plots.ablation(pd.concat(parts, ignore_index=True))
 
 
-def _said(rows: list[dict[str, Any]]) -> list[str]:
+def _number(metric: str) -> Callable[[float], str]:
+    """How a metric's numbers are said: shares in per cent."""
+    return percent if metric == "accuracy" else fixed
+
+
+def _said(rows: list[dict[str, Any]], metric: str) -> list[str]:
     """One clause a question: where the answer is yes, and the number there that it rests on."""
-    best = max(rows, key=lambda row: row["accuracy"])
+    kind = "r2" if "r2" in rows[0] else "accuracy"
+    best, say = max(rows, key=lambda row: row[kind]), _number(kind)
     out = [
-        f"readable {_where(rows, 'readable')} (probe {percent(best['accuracy'])} at {layers([best['layer']])}, best guess "
-        f"{percent(best['baseline'])})"
+        f"readable {_where(rows, 'readable')} (probe {'R² ' if kind == 'r2' else ''}{say(best[kind])} at "
+        f"{layers([best['layer']])}, best guess {say(best['baseline'])})"
     ]
     if any(row.get("needed") is not None for row in rows):
         cut = [row for row in rows if row.get("effect") is not None]
-        worst = max(cut, key=lambda row: row["effect"]) if cut else None
+        worst = max(cut, key=lambda row: COST.get(metric, 1) * row["effect"]) if cut else None
         rests = "no effect could be measured"
         if worst is not None:
             rests = (
-                f"without the class means {points(worst['drop'])} lost at {layers([worst['layer']])}, effect beyond controls "
+                f"without the class means {_lost(worst['drop'], metric)} at {layers([worst['layer']])}, effect beyond controls "
                 f"{fixed(worst['effect'])}"
             )
             if worst.get("filter_drop") is not None:
                 rests += (
                     f"; without the probe's own rows, {percent(worst.get('filter_variance'))} of the variance, "
-                    f"{points(worst['filter_drop'])}"
+                    f"{_lost(worst['filter_drop'], metric).removesuffix(' lost')}"
                 )
         out.append(f"needed {_where(rows, 'needed')} ({rests})")
     if any(row.get("sufficient") is not None for row in rows):
@@ -230,6 +254,10 @@ def _said(rows: list[dict[str, Any]]) -> list[str]:
         )  # fmt: skip
         out.append(f"used {_where(rows, 'used')} ({rests})")
     return out
+
+
+def _lost(drop: float, metric: str) -> str:
+    return f"{points(drop)} lost" if metric == "accuracy" else f"{NAMES.get(metric, metric)} changed by {fixed(-drop)}"
 
 
 def _where(rows: list[dict[str, Any]], question: str) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 import probelens as pl
 from probelens import subspaces
 from probelens.ablation.dose import first_directions
-from probelens.ablation.erase import _require_disjoint
+from probelens.ablation.erase import require_disjoint
 from probelens.examples import planted
 from probelens.examples.planted import SITE, World
 from probelens.probing import split_by_group
@@ -107,7 +107,7 @@ def test_the_probe_that_checks_has_not_seen_the_sequences_that_were_erased(spare
     x, y = spare.acts(few), few.labels["y"]
     after = got.subspaces[SITE](x)
     assert float((after[y == 1].mean(0) - after[y == 0].mean(0)).abs().max()) < 1e-5
-    with pytest.raises(pl.InputError, match="also in fit_batch"):
+    with pytest.raises(pl.InputError, match="also among those that were fitted on"):
         pl.erase(spare.model, spare.fit, spare.fit[:100], label="y", sites=SITE)
 
 
@@ -394,8 +394,8 @@ def test_held_out_sequences_are_told_by_their_real_tokens() -> None:
     mask[:, 8:] = False
     fit, held = (Batch(tokens.where(mask, pad), {}, mask) for pad in (0, 1))
     with pytest.raises(pl.InputError, match="50 of 50 held-out"):
-        _require_disjoint(fit, held)
+        require_disjoint(fit, held)
     shorter = Batch(tokens[:, :8], {})
     with pytest.raises(pl.InputError, match="50 of 50 held-out"):
-        _require_disjoint(fit, shorter)
-    _require_disjoint(fit, Batch(torch.randint(2, 9, (50, 12), generator=g), {}, mask))
+        require_disjoint(fit, shorter)
+    require_disjoint(fit, Batch(torch.randint(2, 9, (50, 12), generator=g), {}, mask))

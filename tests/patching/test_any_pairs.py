@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import anything
@@ -329,3 +330,19 @@ def test_what_has_no_meaning_is_refused_with_its_reason(
     pairs = pl.PatchPairs(made.clean, made.corrupted, None, given["read_pos"], given["answers"])
     with pytest.raises(pl.InputError, match=text):
         pl.patch(case.model, pairs, case.site, metric=metric)
+
+
+def test_the_recovery_of_values_counts_each_pair_in_the_direction_of_its_own_gap() -> None:
+    """Gaps of both signs would cancel in a ratio of means: here they do, and a patch that restores half gives one half."""
+    clean, corrupted = torch.tensor([3.0, -1.0, 2.0, 0.0]), torch.tensor([1.0, 1.0, 0.0, 2.0])
+    half = (clean + corrupted) / 2
+    found = pl.PatchResult(
+        half[None, None], clean, corrupted, torch.ones(4, dtype=torch.bool), ["s"], [0], ["0"], metric="value"
+    )
+    assert found.recovery().item() == pytest.approx(0.5)
+    assert [end.item() for end in found.interval()] == pytest.approx([0.5, 0.5])
+    mixed = dataclasses.replace(found, values=torch.stack([clean[:2], corrupted[2:]]).reshape(1, 1, 4))
+    assert mixed.recovery().item() == pytest.approx(0.5)
+    assert mixed.interval()[0].item() < 0.5 < mixed.interval()[1].item()
+    with pytest.raises(pl.MetricError, match="no gap to restore"):
+        dataclasses.replace(found, metric="logit_diff").recovery()
