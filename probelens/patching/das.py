@@ -26,6 +26,7 @@ from probelens.patching.das_training import Learned, Lesson, Schedule, Swaps, le
 from probelens.patching.interchange import interchange_plan
 from probelens.patching.interchange_parts import CONTROLS, activations_of, head_columns
 from probelens.patching.interchange_result import InterchangeResult
+from probelens.patching.interchange_rows import groups_of_pairs
 from probelens.patching.pairs import Column, Sides, check_pairs, check_positions, chosen_sides, columns, length_at
 from probelens.probing.splits import FRACTIONS, copies_together, real_tokens, split_by_group
 from probelens.results.progress import progress_bar
@@ -51,6 +52,7 @@ def das(
     *,
     head: int | None = None,
     same_pairs: Any = None,
+    groups: Any = None,
     untrained: HookedModel | Literal[False] | None = None,
     other_site: Names = None,
     splits: Sequence[float] = FRACTIONS,
@@ -80,6 +82,8 @@ def das(
         head: Only this head of a site with an axis of heads.
         same_pairs: ``PatchPairs`` whose two sides agree in the variable, with what must stay as the second answer: also
             learned on, and tested (row "same_value").
+        groups: Which pairs are never split between learning and testing, such as those that share a word; as for
+            ``interchange``. Pairs that share a sequence never are. (example,)
         untrained: The same architecture at random weights; None makes it where the architecture is known (formal models,
             transformers), False leaves it out.
         other_site: A hook point that should not hold the variable.
@@ -124,7 +128,8 @@ def das(
     schedule = Schedule(whole_number("steps", steps), lr, whole_number("batch_size", batch_size), seed)
     tests: dict[str, Any] = {"batch_size": max(64, batch_size), "memory": memory, "seed": seed}
     with differentiable():
-        parts = _divide(model, pairs, same_pairs, pos, splits, seed, rank is not None, tests["batch_size"])
+        whole = rank is not None
+        parts = _divide(model, pairs, same_pairs, groups, pos, splits, seed, whole, tests["batch_size"])
         here = _Place(parts, model, site, head)
         most = here.width if rank is None else whole_number("rank", rank, 1, here.width)
         places, missing = _controls(parts, here, head, untrained, other_site, seed)
@@ -184,6 +189,7 @@ def _divide(
     model: HookedModel,
     pairs: Any,
     same: Any,
+    given: Any,
     pos: Any,
     splits: Sequence[float],
     seed: int,
@@ -196,7 +202,7 @@ def _divide(
         raise InputError(
             f"das() learns one subspace: pos={pos!r} must be None, one position, 'last', or a tensor with one per pair"
         )
-    groups = _groups([pairs] if same is None else [pairs, same])
+    groups = _groups([pairs] if same is None else [pairs, same], groups_of_pairs(pairs, given))
     split = split_by_group(groups, splits, seed)
     n = len(pairs)
     first, second, held = (part[part < n].cpu() for part in (split.train, split.val, split.test))
@@ -227,8 +233,8 @@ def _divide(
     )  # fmt: skip
 
 
-def _groups(sets: Sequence[Any]) -> Tensor:
-    """A group for each pair of all sets: those that share a sequence, on whatever side, have the same. (pair,)"""
+def _groups(sets: Sequence[Any], given: Tensor) -> Tensor:
+    """A group for each pair of all sets: those of one given group of the first set, or that share a sequence. (pair,)"""
     sizes = [len(of) for of in sets]
     seen: dict[Any, int] = {}
     sides = [
@@ -237,7 +243,9 @@ def _groups(sets: Sequence[Any]) -> Tensor:
         for side in (0, 1)
     ]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    ids = torch.cat([torch.arange(n) + start for n, start in zip(sizes, starts, strict=True) for _ in range(2)])
+    own = [torch.arange(n) + start for n, start in zip(sizes, starts, strict=True)]
+    own[0] = given  # ids of fewer than sizes[0]
+    ids = torch.cat([part for part in own for _ in range(2)])
     groups = copies_together(torch.cat(sides), ids)
     # The clean side of each pair; its corrupted one has the same group.
     return torch.cat([groups[2 * start : 2 * start + n] for n, start in zip(sizes, starts, strict=True)])

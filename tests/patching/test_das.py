@@ -313,6 +313,21 @@ def test_the_result_prints_is_drawn_saved_and_its_subspace_is_one_like_others(
     assert costs.targets()[0]["drop"] > 0.5
 
 
+def test_pairs_of_one_group_are_on_one_side_and_count_once() -> None:
+    model, pairs = planted()
+    groups = torch.arange(len(pairs)) % 30
+    found = pl.das(model, pairs, RESID, 4, 2, groups=groups, untrained=False, **FAST)
+    learned, tested = (set(groups[part].tolist()) for part in (found.train, found.held))
+    assert not learned & tested
+    assert len(learned) + len(tested) == 30
+    assert found.target()["n_groups"] == len(tested)
+    # Tokens that both sides share still bind pairs, whatever the groups.
+    alone = pl.das(model, pairs, RESID, 4, 2, groups=torch.arange(len(pairs)), untrained=False, **FAST)
+    assert torch.equal(alone.held, pl.das(model, pairs, RESID, 4, 2, untrained=False, **FAST).held)
+    with pytest.raises(pl.ShapeError, match=r"groups must be \(example,\) = \(240,\)"):
+        pl.das(model, pairs, RESID, 4, 2, groups=groups[1:])
+
+
 def test_bad_input_is_named() -> None:
     model, pairs = planted()
     with pytest.raises(pl.InputError, match="names 2"):
