@@ -322,8 +322,8 @@ class HookedModel(TransformerLensMethods):
             return_type: As for calling the model.
             return_cache_object: False gives a plain dict.
             dtype: Dtype of the copies; None keeps the model's.
-            reset_hooks_end, clear_contexts: Accepted so that calls written for TransformerLens run; the hooks that
-                record are always removed.
+            reset_hooks_end: Accepted so that calls written for TransformerLens run; what records is always removed.
+            clear_contexts: Accepted for the same reason, without effect.
             **kw: Passed to the module's forward.
 
         Returns:
@@ -334,8 +334,7 @@ class HookedModel(TransformerLensMethods):
             HookNotFiredError: A point asked for was not reached.
             InputError: ``incl_bwd`` with an output that is not one number.
         """
-        points = self.points.reached(names_filter, start_at_layer, stop_at_layer)
-        points = each_call(self, names_filter, points, None if start_at_layer is not None else (inputs, kw))
+        points = each_call(self, names_filter, start_at_layer, stop_at_layer, (inputs, kw))
         cache, fwd, bwd = recorders(points, incl_bwd, device, dtype, pos_slice)
         entries = [*fwd, *bwd]
         with self.switchboard.listening(entries):

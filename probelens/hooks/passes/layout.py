@@ -6,7 +6,7 @@ model calls it once. So it is tried: on two examples, on the same two behind a t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,31 +59,32 @@ def settle(model: Wrapped, call: Call | None, parts: bool = False) -> None:
 
 
 def each_call(
-    model: Wrapped, names: Names, points: list[HookPoint], given: tuple[Any, dict[str, Any]] | None
+    model: Wrapped, names: Names, start: int | None, stop: int | None, given: tuple[Any, dict[str, Any]]
 ) -> list[HookPoint]:
-    """The points with ``name#0`` to ``name#k`` for one that a pattern found and that a forward reaches several times.
+    """The points that names mean, with ``name#0`` to ``name#k`` for one that a pattern found and a forward reaches often.
 
     Args:
         model: The wrapped model.
-        names: What was asked for; whoever writes a full name says which call.
-        points: What it means.
-        given: The inputs, and the keywords they are called with; None for a run from the middle, which gets a residual.
+        names: What is asked for; whoever writes a full name says which call.
+        start, stop: The blocks that run. A run from the middle gets a residual, on which nothing can be tried.
+        given: The inputs, and the keywords they are called with.
     """
+    if isinstance(names, Iterator):
+        names = list(names)
     parts = names if isinstance(names, list) else [names]
+    points = model.points.reached(names, start, stop)
     looked = [model.points.lookup(part) for part in parts]
     named = {name for found, explicit in looked if explicit for name in found}
     unsure = [p for p in points if p.name not in named and p.kind == "boundary" and is_unsure(model, p)]
-    if not unsure or given is None:
+    if not unsure or start is not None:
         return points
     inputs, kw = given
     rest = {name: value for name, value in kw.items() if name not in ("attention_mask", "loss_per_token")}
     layouts = find_layouts(model, unsure, model.prepare(inputs, kw.get("attention_mask"), None, rest))
-    several = {
-        name: one.calls for name, one in layouts.items() if one.calls > 1 and one.same_each_time and not one.steps
-    }
+    often = {name: one.calls for name, one in layouts.items() if one.calls > 1 and one.same_each_time and not one.steps}
     found = []
     for point in points:
-        calls = [f"{point.name}#{i}" for i in range(several.get(point.name, 0))]
+        calls = [f"{point.name}#{i}" for i in range(often.get(point.name, 0))]
         found += [model.points.match(name)[0][0] for name in calls] or [point]
     return found
 
