@@ -93,6 +93,12 @@ GIVEN = (
     Column("given", str | None, "Labels given which the variable was erased.", on=TARGETS),
 )
 REFIT = (
+    Column(
+        "refit_score",
+        str,
+        '"accuracy", or "r2" where the label holds values: what the columns of accuracies hold.',
+        on="targets, with refit",
+    ),
     _refitted("probe_accuracy", float, "Accuracy of a linear probe before the ablation."),
     _refitted("refit_accuracy", float, "Accuracy of a linear probe fitted after it."),
     _refitted("refit_gap", float, "probe_accuracy − refit_accuracy."),

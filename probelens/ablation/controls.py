@@ -169,7 +169,7 @@ def _draw_controls(
         try:
             matched = random_matched(space, covariance, n=draws.most, seed=seed, mean=mean)
         except InputError as err:
-            problem = str(err)
+            problem = str(err).split(". ")[0]  # what else to do is said of a call of its own
     shared = sum(target.overlap(q) for q in matched) / len(matched) if matched else 0.0
     if shared >= OVERLAP:
         problem = f"random subspaces that remove as much variance share {shared:.2f} of it: they contain it and are no control"

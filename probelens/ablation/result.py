@@ -90,7 +90,7 @@ class AblationResult(Rows):
             f"{self.label!r} removed at {count(len(targets), 'site')}, on {count(len(self.clean), 'sequence')}. "
             f"{costs.metric(worst)}",
             f"{costs.most(worst)} at {place(worst)}, rank {worst['rank']}{carried(worst)}: {costs.cost(worst)}"
-            f"{costs.doubt(worst)}.{_effect(worst, draws)}{_problem(worst)}",
+            f"{costs.doubt(worst)}.{_effect(worst, draws, self.metric)}{_problem(worst)}",
             costs.controls(r for r in self.rows if r["site"] == worst["site"]),
             _refit(worst),
             warning(worst, self.label, self.target),
@@ -130,7 +130,7 @@ class Costs:
     def metric(self, row: Mapping[str, Any]) -> str:
         """The metric without ablation, and chance."""
         say: Callable[[float | None], str] = percent if self.name == "accuracy" else valued
-        chance = "" if row["chance"] is None else f", chance {say(row['chance'])}"
+        chance = "" if row["chance"] is None or self.name == "r2" else f", chance {say(row['chance'])}"
         return f"Without ablation {self.name.replace('_', ' ')} is {say(row['clean'])}{chance}."
 
     def worst(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -196,12 +196,17 @@ def _meaning(word: str, rows: Sequence[Mapping[str, Any]]) -> str:
     ]
     if not read:
         return " (a refitted probe still reads it)"
-    _, accuracy, said, row = max(read, key=lambda r: r[0])
-    at = f" at {layers([row['layer']])}" if len(rows) > 1 else ""
-    return f" (still read by {said}: {percent(accuracy)}{at}, baseline {percent(row['baseline'])})"
+    _, score, said, row = max(read, key=lambda r: r[0])
+    at, say = f" at {layers([row['layer']])}" if len(rows) > 1 else "", _score(row)
+    return f" (still read by {said}: {say(score)}{at}, baseline {say(row['baseline'])})"
 
 
-def _effect(row: Mapping[str, Any], draws: int) -> str:
+def _score(row: Mapping[str, Any]) -> Callable[[float], str]:
+    """How what a refitted probe reads is said: accuracies in per cent, R² of values as it is."""
+    return (lambda value: f"R² {fixed(value)}") if row.get("refit_score") == "r2" else percent
+
+
+def _effect(row: Mapping[str, Any], draws: int, metric: str) -> str:
     if row.get("effect") is None:
         return ""
     over = _EQUAL[row["effect_against"]]
@@ -212,7 +217,8 @@ def _effect(row: Mapping[str, Any], draws: int) -> str:
     if p and draws < _ENOUGH:
         p += f" (the smallest possible with {count(draws, 'draw')} is 1/{draws + 1})"
     interval = between(row["effect_lo"], row["effect_hi"], fixed)
-    unit = "" if row["chance"] is None else ", as a share of the accuracy above chance"
+    share = "of R²" if metric == "r2" else "of the accuracy above chance"
+    unit = "" if row["chance"] is None else f", as a share {share}"
     return f" Effect beyond random subspaces {over}: {fixed(row['effect'])}{interval}{unit}{p}."
 
 
@@ -234,12 +240,11 @@ def _needed(rows: Sequence[Mapping[str, Any]]) -> str:
 def _refit(row: Mapping[str, Any]) -> str:
     if "refit_accuracy" not in row:
         return ""
+    say = _score(row)
     more = "".join(
-        f", {said} {percent(row[column])}"
-        for column, said in list(_REFITTED.items())[1:]
-        if row.get(column) is not None
+        f", {said} {say(row[column])}" for column, said in list(_REFITTED.items())[1:] if row.get(column) is not None
     )
     return (
-        f"There a linear probe reads {percent(row['probe_accuracy'])} before, refitted {percent(row['refit_accuracy'])}"
-        f"{more}; baseline {percent(row['baseline'])}."
+        f"There a linear probe reads {say(row['probe_accuracy'])} before, refitted {say(row['refit_accuracy'])}"
+        f"{more}; baseline {say(row['baseline'])}."
     )

@@ -204,21 +204,17 @@ def chosen_sides(model: HookedModel, pairs: PatchPairs, caller: str) -> Sides:
 
     Raises InputError where there is none: values, answers of several tokens, outputs of one number.
     """
-    if pairs.answers is None:
-        raise InputError(
-            f"{caller} asks whose answer a run gives, and the pairs say none. Give PatchPairs(answers=...)"
-        )
-    answers = answer_tokens(model, pairs.answers)
+    answers = None if pairs.answers is None else answer_tokens(model, pairs.answers)
     taken = (
         f"{caller} takes one class for each side, or a set of them: the answer of a run is its argmax over all classes"
     )
-    if answers.is_floating_point():
+    if answers is not None and answers.is_floating_point():
         raise InputError(
             f"answers are values, {tuple(answers.shape)} of {answers.dtype}, and values have no argmax. {taken}. For values, "
             "pl.patch(metric='value') puts whole activations in, and pl.erase(metric='r2') removes a subspace; or swap "
             "one with pl.edits.swap in run_with_hooks and read the number"
         )
-    if answers.ndim == 3 and not pairs.any_of:
+    if answers is not None and answers.ndim == 3 and not pairs.any_of:
         raise InputError(
             f"answers are of up to {answers.shape[2]} tokens, and several tokens have no argmax. {taken}. Give the first "
             "token of each, or sets where the tokens are alternatives (any_of=True); pl.patch scores answers of several tokens "
@@ -232,6 +228,10 @@ def chosen_sides(model: HookedModel, pairs: PatchPairs, caller: str) -> Sides:
             f"{kind} gives one number, which has no argmax. {taken}. Give two logits with pl.wrap(module, output=...), such as "
             "lambda out: torch.stack([0 * out, out], -1) where the number is a logit; for values, pl.patch(metric='value') "
             "puts whole activations in, and pl.erase(metric='r2') removes a subspace"
+        )
+    if answers is None:
+        raise InputError(
+            f"{caller} asks whose answer a run gives, and the pairs say none. Give PatchPairs(answers=...)"
         )
     made = []
     for side in (0, 1):

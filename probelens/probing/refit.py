@@ -193,6 +193,7 @@ def refit_accuracy(
     most = torch.bincount(labels[split.train][mask[split.train]]).argmax()
     right = [(fit.guess["label"] == labels[split.test]) & keep for fit in (before, after)]
     row = {
+        "refit_score": "accuracy",
         "probe_accuracy": share(right[0][keep]),
         "refit_accuracy": share(right[1][keep]),
         **_gap(right[0], right[1], keep, groups[split.test]),

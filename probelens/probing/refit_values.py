@@ -58,7 +58,7 @@ def refit_values(
     each = {name: _r2(_each(x, values, mask, split), truth, keep) for name, x in (("new", ablated), ("old", clean))}
     bar = baseline + chance_margin(min(baseline, 1.0), margin)
     row: dict[str, Any] = {
-        "probe_accuracy": before, "refit_accuracy": after, "refit_gap": before - after, "refit_gap_lo": low,
+        "refit_score": "r2", "probe_accuracy": before, "refit_accuracy": after, "refit_gap": before - after, "refit_gap_lo": low,
         "refit_gap_hi": high, "refit_mlp_accuracy": None, "refit_n_test": int(keep.sum()), "majority": 0.0,
         "position_baseline": baseline, "baseline": baseline, "refit_position_accuracy": each["new"],
         "readable_after": max(after, each["new"]) > bar, "probe_mlp_accuracy": None, "probe_position_accuracy": None,

@@ -97,7 +97,7 @@ def material(
         made = _drawn(model, held, target, N_PAIRS if n is None else n, seed) if n != 0 and target is not None else None
         swapped = {} if made is None or target is None else {target: made}
         pairs = {name: some.pairs for name, some in swapped.items()}
-    about = {"inputs": f"{len(fit) + len(held)} {repr(fit).split(' ', 1)[1].rsplit(', labels', 1)[0]}"}
+    about = {"inputs": _described(fit, len(fit) + len(held))}
     return Material(
         fit, held, labels, target, metric, _pairs_by_name(pairs, target), about, fit.length, swapped=swapped
     )
@@ -163,7 +163,7 @@ def _of_pairs(
     fit, held = _halves(batch, groups_of(batch), seed)
     kept = torch.isin(torch.arange(n), held.groups)
     swapped = Swapped(pairs[kept], None if pairs.read_pos is None else pairs.read_pos[kept])
-    about = {"inputs": f"{n} pairs of {pairs.sides[0].describe()}"}
+    about = {"inputs": f"{n} pairs"}
     return Material(
         fit,
         held,
@@ -189,6 +189,13 @@ def _halves(batch: Batch, groups: Tensor, seed: int) -> tuple[Batch, Batch]:
     first = torch.zeros(len(unique), dtype=torch.bool)
     first[order[: len(unique) // 2]] = True
     return batch[first[ids]], batch[~first[ids]]
+
+
+def _described(batch: Batch, n: int) -> str:
+    """Examples in words: "60 examples × 7 positions of tokens, pitch"."""
+    parts = ", ".join(batch.examples.batched) or f"{str(batch.examples.main.dtype).removeprefix('torch.')} inputs"
+    positions = f" × {batch.length} positions" if batch.mask.ndim == 2 else ""
+    return f"{n} examples{positions} of {'tokens' if batch.examples.plain else parts}"
 
 
 def _target(

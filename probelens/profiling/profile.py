@@ -131,6 +131,11 @@ def profile(
             model, swapped.pairs, probes, pos=swapped.pos, groups=swapped.groups, label=name, controls=controls, seed=seed,
             **options,
         )  # fmt: skip
+    for label in data.labels:
+        if data.pairs and label not in data.pairs:
+            unasked[f"{label}: sufficient and used"] = (
+                f"the pairs differ in {', '.join(map(repr, data.pairs))}: give pairs={{{label!r}: PatchPairs(...)}}"
+            )
     baseline: dict[str, float] = {}
     indices: dict[str, ProfileIndices] = {}
     for label in data.labels:

@@ -243,6 +243,8 @@ def collect(
             store.put(int(rows[0]), found)
             bar.update(len(rows))
     tokens = examples.tokens
+    if tokens is not None and lengths and lengths != [tokens.shape[1]]:
+        tokens = None  # the activations have other positions, as where two streams are joined
     if short:
         mask = given if mask is None or mask.shape != given.shape else mask.cpu() & given
     seen = _kept_mask(mask, kept, lengths)

@@ -69,6 +69,11 @@ def test_an_ablation_is_what_a_hook_on_the_module_does(name: str) -> None:
     assert row["clean"] == pytest.approx(clean, abs=2e-5)
     assert row["value"] == pytest.approx(ablated, abs=2e-5)
     assert abs(clean - ablated) > 1e-3, "control: it costs something"
+    if case.metric == "r2":  # numbers are said as numbers
+        said = str(found)
+        assert f"a linear probe reads R² {row['probe_accuracy']:.2f} before" in said
+        assert "as a share of R²" in said
+        assert "max_overlap" not in said
     assert row["verdict"] in {"floor", "tautological", "inconclusive", "absent", "erased"}
 
 

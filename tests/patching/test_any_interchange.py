@@ -290,6 +290,7 @@ def test_an_encoder_that_classifies_sequences() -> None:
         ("classifier", {"read_pos": 2}, "answers once for each example"),
         ("classifier", {"answers": torch.tensor([[0, 9]] * 7)}, "answer id 9 is outside the 3"),
         ("series", {}, "gives one number, which has no argmax"),
+        ("series", {"answers": None}, "gives one number, which has no argmax"),
         ("embeddings", {}, "answers at each position"),
     ],
 )

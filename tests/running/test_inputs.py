@@ -35,6 +35,41 @@ def two_streams(n: int = 7) -> dict[str, object]:
     return {"tokens": tokens, "pitch": pitch, "lengths": lengths, "scale": 0.5}
 
 
+def test_streams_that_are_joined_are_probed_without_the_tokens_of_one() -> None:
+    """The activations have other positions than the tokens, which then say nothing of a position's baselines."""
+
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.patches = nn.Embedding(20, 8), nn.Conv2d(1, 8, 4, 4)
+            self.blocks, self.head = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]), nn.Linear(8, 2)
+
+        def forward(self, tokens: Tensor, image: Tensor) -> Tensor:
+            x = torch.cat([self.words(tokens), self.patches(image).flatten(2).mT], 1)
+            for block in self.blocks:
+                x = x + block(x)
+            return self.head(x.mean(1))
+
+    torch.manual_seed(0)
+    module = Joined().eval()
+    image = torch.randn(60, 1, 8, 8)
+    bright = (image[:, 0, :4, :4].mean((1, 2)) > 0).long()
+    image[:, 0, :4, :4] += 3 * (2 * bright[:, None, None] - 1)
+    batch = pl.Batch({"tokens": torch.randint(20, (60, 5)), "image": image}, {"bright": bright})
+    model = pl.wrap(module, blocks="blocks")
+    acts = pl.collect(model, batch, "resid_pre")
+    assert acts["resid_pre", 0].shape == (60, 9, 8)
+    found = pl.probe(acts, batch.labels, batch.groups)
+    row = found.row("blocks.0.hook_resid_pre")
+    assert "last_w" not in row
+    assert "majority" in row
+    # The first patch, after five tokens, holds it, and nothing else does.
+    assert found.by_position[f"{row['site']}|bright|0|task"].argmax() == 5
+    tokens = pl.collect(model, batch, "words.hook_out")
+    assert tokens.tokens is not None
+    assert "last_w" in pl.probe(tokens, batch.labels, batch.groups).rows[0]
+
+
 def test_every_argument_of_the_forward_is_batched_with_the_examples() -> None:
     torch.manual_seed(0)
     module = Tagger().eval()
