@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -123,3 +124,9 @@ def later():
     }
     assert upward(graph) == {"hooks.model imports probing.probe", "errors imports probelens"}
     assert circles(graph) == {"hooks.model imports itself", "probing.probe imports itself"}
+
+
+def test_no_two_test_files_share_a_name() -> None:
+    """Tests are imported by their file's name alone, so of two files of one name only one runs."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, n in names.items() if n > 1] == []

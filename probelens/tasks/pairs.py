@@ -341,7 +341,9 @@ def _answers(given: Any, n: int, any_of: bool) -> tuple[Any, bool]:
         given = integers("answers", given, (n, 2), "[clean answer, corrupted answer] per example")
     if not given.is_floating_point() and bool((given < (PAD if given.ndim == 3 else 0)).any()):
         raise InputError("answers has negative ids; they index the model's logits, so they start at 0.")
-    tied = (given[:, 0] == given[:, 1]).reshape(n, -1).all(1)
+    tied = given[:, 0] == given[:, 1]
+    if tied.ndim == 2:
+        tied = tied.all(1)
     if bool(tied.any()):
         raise InputError(
             f"both answers are equal in {int(tied.sum())} of {n} examples, first in example "
