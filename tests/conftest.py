@@ -24,6 +24,12 @@ hypothesis.settings.load_profile("same")
 MAX_WORKERS = 8
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: with one of them last, all workers but one would wait for it."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One worker per core for the whole suite; none for named files, where starting workers costs more."""

@@ -109,10 +109,10 @@ def main() -> int:
     for requirement in map(Requirement, wanted(args.sets, args.keep)):
         if not requirement.specifier.contains(found[requirement.name], prereleases=True):
             raise SystemExit(f"asked for {requirement}, got {found[requirement.name]}")
-    files = words[cut + 1 :] or [str(HERE / name) for name in (*FILES, *(MORE if every else ()))]
-    return subprocess.run(
-        [python, "-m", "pytest", "-q", *files], env=env, check=False, cwd=ROOT
-    ).returncode  # fmt: skip
+    # Named files run in one process by default; these are many.
+    workers = ["-n", str(min(os.cpu_count() or 1, 8))]
+    given = words[cut + 1 :] or [*workers, *(str(HERE / name) for name in (*FILES, *(MORE if every else ())))]
+    return subprocess.run([python, "-m", "pytest", "-q", *given], env=env, check=False, cwd=ROOT).returncode
 
 
 if __name__ == "__main__":
