@@ -110,7 +110,7 @@ def main() -> int:
         if not requirement.specifier.contains(found[requirement.name], prereleases=True):
             raise SystemExit(f"asked for {requirement}, got {found[requirement.name]}")
     # Named files run in one process by default; these are many.
-    workers = ["-n", str(min(os.cpu_count() or 1, 8))]
+    workers = ["-n", str(min(os.cpu_count() or 1, 8)), "--dist", "load"]
     given = words[cut + 1 :] or [*workers, *(str(HERE / name) for name in (*FILES, *(MORE if every else ())))]
     return subprocess.run([python, "-m", "pytest", "-q", *given], env=env, check=False, cwd=ROOT).returncode
 
