@@ -70,11 +70,11 @@ class GenericHF(HFStack):
         note = "output of the transformer block that several layers share: added to this mixer's input only"
         return [self.boundary(prefix + "shared.hook_out", join(path, "linear"), "out", note=note)]
 
-    def instrument(self, path: str, tap: Tap) -> contextlib.AbstractContextManager[None]:
+    def instrument_mixer(self, path: str, tap: Tap) -> contextlib.AbstractContextManager[None]:
         module = submodule(self.module, path)
         if _has_inside(module):
             return _mamba.instrumented(module, tap)
-        return super().instrument(path, tap)
+        return super().instrument_mixer(path, tap)
 
     def faster_paths(self) -> list[str]:
         mixers = [join(path, parts.mixer_out or "") for path, parts in zip(self.blocks, self.block_parts, strict=True)]

@@ -26,12 +26,12 @@ OUT = ("o_proj", "dense", "c_proj", "out_proj", "out_lin", "Wo", "o")
 _HEAD_WIDTH = ("v_head_dim", "head_dim", "head_size", "attention_head_size", "d_head", "key_value_proj_dim")
 _HEAD_COUNT = ("num_heads", "n_heads", "num_attention_heads", "n_head")
 # Norms that read the residual between the two halves of a block.
-_MIDDLE = (
+MIDDLE = (
     "post_attention_layernorm", "ln_2", "ln2", "norm_2", "pre_ff_layernorm", "channel_pre_norm", "ffn_norm",
     "pre_mlp_layernorm", "norm_ffn", "mlp_norm", "layernorm_after", "layer_norm2",
 )  # fmt: skip
 # What is done to the outputs of attention and MLP before they join the residual: norms mostly.
-_SANDWICH = (
+SANDWICH = (
     ("post_self_attn_layernorm", "post_mlp_layernorm"),
     ("post_attention_layernorm", "post_mlp_layernorm"),
     ("post_attention_layernorm", "post_feedforward_layernorm"),
@@ -311,7 +311,7 @@ def _order(block: nn.Module, config: Any, found: dict[str, Any]) -> None:
     if all(first_child(block, (name,)) for name in ("block_sparse_moe", "shared_mlp")):
         found.update(mlp_out=None)
         found["absent"]["hook_mlp_out"] = "what this block adds is the sum of two MLPs, block_sparse_moe and shared_mlp"
-    for after_attention, after_mlp in _SANDWICH:
+    for after_attention, after_mlp in SANDWICH:
         if first_child(block, (after_mlp,)) and first_child(block, (after_attention,)):
             found.update(attn_out=after_attention if found["attention"] else None, mlp_out=after_mlp)
             middle = ("pre_feedforward_layernorm", "pre_mlp_layernorm", "post_attention_layernorm", *MLP)
@@ -319,5 +319,5 @@ def _order(block: nn.Module, config: Any, found: dict[str, Any]) -> None:
             return
     if found.get("mlp") is None:
         return
-    names = ("final_layer_norm",) if found["mlp"] == "" else _MIDDLE
+    names = ("final_layer_norm",) if found["mlp"] == "" else MIDDLE
     found["middle"] = first_child(block, names)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from probelens.adapters.hf import norms, positions
 from probelens.adapters.hf.blocks import first_child, join
+from probelens.adapters.hf.components import NORMS, of_model
 from probelens.errors import AdapterNotFoundError, InputError
 from probelens.hooks.adapter import Adapter
 from probelens.hooks.config import Call, ModelConfig
+from probelens.hooks.forwards import submodule
+from probelens.hooks.points import RESID, HookPoint, in_block
+from probelens.hooks.switchboard import Tap
 from probelens.hooks.wrapping import unadapted
 
 _BLOCK_LISTS = ("layers", "h", "blocks", "decoder.layers", "block")
@@ -89,6 +95,9 @@ class HFAdapter(Adapter):
         name = str(getattr(self.config, "_name_or_path", "") or type(module).__name__)
         heads = int(getattr(text, "num_attention_heads", 0) or 0)
         width = int(text.hidden_size)
+        self.positions = ""
+        self.norms: dict[str, str] = {"ln_final": self.parts["ln_final"]} if norm is not None else {}
+        self._name_components(of_model(module, base))
         self.cfg = ModelConfig(
             n_layers=count,
             d_model=width,
@@ -103,6 +112,43 @@ class HFAdapter(Adapter):
             model_name=os.path.basename(name.rstrip("/")) if os.path.isdir(name) else name,
             architecture=self.name,
         )
+
+    def _name_components(self, paths: dict[str, str]) -> None:
+        """Know modules by TransformerLens' names: what enters and leaves them, and what lies inside of norms."""
+        self.norms |= {name: path for name, path in paths.items() if in_block(name)[1] in NORMS}
+        for name, path in paths.items():
+            self.lens_names |= {f"{name}.hook_{end}": f"{path}.hook_{end}" for end in ("in", "out")}
+        inside = [f"{name}.{point}" for name in self.norms for point in norms.AXES]
+        self.lens_names |= dict(zip(inside, inside, strict=True))
+        if "pos_embed" in paths:
+            self.lens_names |= dict(zip(positions.POINTS, positions.POINTS, strict=True))
+            self.positions = paths["pos_embed"]
+        self.lens_names["hook_unembed"] = "unembed.hook_out"
+
+    def find(self, name: str) -> HookPoint | None:
+        if self.positions and name in positions.POINTS:
+            return self.interior(name, self.positions, axes=RESID, note=positions.NOTE)
+        norm, _, point = name.rpartition(".")
+        if norm not in self.norms or point not in norms.AXES:
+            return None
+        return self.interior(name, self.norms[norm], axes=norms.AXES[point], note=norms.NOTES[point])
+
+    def tap_names(self, path: str) -> dict[str, str]:
+        if path == self.positions != "":
+            return {name: name for name in positions.POINTS}
+        name = next((name for name, where in self.norms.items() if where == path), None)
+        return super().tap_names(path) if name is None else {point: f"{name}.{point}" for point in norms.AXES}
+
+    def instrument(self, path: str, tap: Tap) -> contextlib.AbstractContextManager[None]:
+        if path in self.norms.values():
+            return norms.instrumented(submodule(self.module, path), tap)
+        if path == self.positions:
+            return positions.instrumented(submodule(self.module, path), tap)
+        return self.instrument_mixer(path, tap)
+
+    def instrument_mixer(self, path: str, tap: Tap) -> contextlib.AbstractContextManager[None]:
+        """Swap in the instrumented forward of what mixes positions, as ``Adapter.instrument`` does."""
+        return super().instrument(path, tap)
 
     @classmethod
     def decoder(cls, module: nn.Module) -> nn.Module:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from probelens.adapters.hf import mixers as _mamba
-from probelens.adapters.hf.blocks import join
+from probelens.adapters.hf.blocks import first_child, join
 from probelens.adapters.hf.decoder import HFAdapter, is_hf
 from probelens.hooks.forwards import submodule
 from probelens.hooks.points import HookPoint
@@ -31,6 +31,15 @@ class HFMamba(HFAdapter):
     def __init__(self, module: nn.Module, tokenizer: Any = None) -> None:
         super().__init__(module, tokenizer)
         self.segments["mixer"] = "mixer"
+        for i, path in enumerate(self.blocks):
+            block, prefix = module.get_submodule(path), f"blocks.{i}."
+            inside = [f"mixer.{name}" for name, _ in block.get_submodule("mixer").named_children()]
+            self._name_components(
+                {prefix + name: join(path, name) for name in ("norm", *inside) if first_child(block, (name,))}
+            )
+            same = {"hook_mixer_in": "mixer.hook_in", "mixer.hook_ssm_out": "mixer.hook_out"}
+            self.lens_names[f"{prefix}mixer.hook_x_proj"] = f"{path}.mixer.x_proj.hook_out"
+            self.lens_names |= {prefix + name: prefix + own for name, own in same.items()}
         for key in ("state_size", "conv_kernel", "intermediate_size", "time_step_rank"):
             if hasattr(self.config, key):
                 self.cfg.extra[key] = getattr(self.config, key)
@@ -48,7 +57,7 @@ class HFMamba(HFAdapter):
     def faster_paths(self) -> list[str]:
         return _mamba.faster_mixers(self, self.instrumented_paths())
 
-    def instrument(self, path: str, tap: Tap) -> contextlib.AbstractContextManager[None]:
+    def instrument_mixer(self, path: str, tap: Tap) -> contextlib.AbstractContextManager[None]:
         return _mamba.instrumented(submodule(self.module, path), tap)
 
     def resumer(self, model: HookedModel) -> Resumer | None:

@@ -22,10 +22,12 @@ from probelens.adapters.hf.blocks import (
     uses_interface,
     width_in,
 )  # fmt: skip
+from probelens.adapters.hf.components import REASONS, TURNING, of_block, queries
 from probelens.adapters.hf.decoder import ENCODERS, HFAdapter, is_hf
 from probelens.hooks.forwards import attach_to_module, submodule
 from probelens.hooks.points import HookPoint, in_block
 from probelens.hooks.switchboard import Switchboard, Tap
+from probelens.hooks.wrapping import unadapted
 
 if TYPE_CHECKING:
     from probelens.hooks.model import HookedModel
@@ -59,6 +61,7 @@ class HFStack(HFAdapter):
 
     def __init__(self, module: nn.Module, tokenizer: Any = None) -> None:
         super().__init__(module, tokenizer)
+        self._projected: dict[str, HookPoint] = {}
         self.block_parts = [self._parts(path, self.crosses) for path in self.blocks]
         for canonical, kind in (("attn", "attention"), ("cross_attn", "cross"), ("mlp", "mlp"), ("mixer", "mixer")):
             places = {i: path for i, parts in enumerate(self.block_parts) if (path := getattr(parts, kind))}
@@ -67,6 +70,12 @@ class HFStack(HFAdapter):
                 self.segments[canonical] = first
             self.segments |= {f"{i}.{canonical}": path for i, path in places.items() if path != first}
         pairs = list(zip(self.blocks, self.block_parts, strict=True))
+        for i, (path, parts) in enumerate(pairs):
+            below = of_block(module.get_submodule(path), parts)
+            self._name_components({f"blocks.{i}.{name}": join(path, own) for name, own in below.items()})
+            if "ln2" in below:
+                self.lens_names[f"blocks.{i}.hook_mlp_in"] = join(path, below["ln2"]) + ".hook_in"
+            self._name_heads(f"blocks.{i}.attn.", path, parts)
         counts = collections.Counter(
             heads for path, parts in pairs if (heads := self._heads(path, parts.attention, parts.attn_down))
         )
@@ -77,6 +86,41 @@ class HFStack(HFAdapter):
         downs = (submodule(module, join(path, parts.down)) for path, parts in pairs if parts.down is not None)
         if not self.cfg.d_mlp and self.cfg.n_heads:
             self.cfg.d_mlp = next(filter(None, map(width_in, downs)), 0)
+
+    def _name_heads(self, prefix: str, path: str, parts: BlockParts) -> None:
+        """TransformerLens' names of what the projections of an attention give: an axis of heads, before any turning."""
+        heads = self._heads(path, parts.attention, parts.attn_down)
+        where = join(path, parts.attention or "")
+        attention = submodule(self.module, where)
+        if not heads or parts.attention is None or not uses_interface(attention):
+            return
+        self.lens_names[f"{prefix}o.hook_in"] = f"{prefix}hook_z"
+        turned = first_child(self.decoder(self.module), ("rotary_emb",)) is not None
+        changed = {
+            "q": turned or first_child(attention, TURNING) is not None,
+            "k": turned or first_child(attention, TURNING) is not None,
+            "v": first_child(attention, ("v_norm",)) is not None,
+        }
+        for side, own in queries(attention).items():
+            width = getattr(unadapted(attention.get_submodule(own)), "out_features", 0)
+            d_head = getattr(unadapted(attention.get_submodule(queries(attention)["q"])), "out_features", 0) // heads
+            if changed[side] and width and d_head and width % d_head == 0:
+                axes = HEADS if side == "q" else KV_HEADS
+                name = f"{prefix}{side}.hook_out"
+                note = "before the rotary embedding and any norm"
+                self._projected[name] = self.boundary(
+                    name, join(where, own), "out", axes=axes, heads=width // d_head, note=note
+                )
+                self.lens_names[name] = name
+        for side in "qkv":
+            if not changed[side]:
+                self.lens_names[f"{prefix}{side}.hook_out"] = f"{prefix}hook_{side}"
+            elif turned and side != "v":
+                self.lens_names[f"{prefix}hook_rot_{side}"] = f"{prefix}hook_{side}"
+
+    def find(self, name: str) -> HookPoint | None:
+        point = self._projected.get(name)
+        return super().find(name) if point is None else point.during(ctx={})
 
     def _parts(self, path: str, crosses: bool) -> BlockParts:
         return parts_of(self.module.get_submodule(path), self.config, crosses)
@@ -176,7 +220,7 @@ class HFStack(HFAdapter):
     def instrumented_paths(self) -> list[str]:
         return list(dict.fromkeys(p.module for p in self.all_points if p.kind == "interior"))
 
-    def instrument(self, path: str, tap: Tap) -> contextlib.AbstractContextManager[None]:
+    def instrument_mixer(self, path: str, tap: Tap) -> contextlib.AbstractContextManager[None]:
         module = submodule(self.module, path)
         return _attention.instrumented(module, getattr(module, "config", self.config), tap)
 
@@ -190,6 +234,8 @@ class HFStack(HFAdapter):
 
     def absent(self, name: str) -> str | None:
         layer, tail = in_block(name)
+        if name.startswith("rotary_emb."):
+            return REASONS["hook_cos"]
         if layer is None or layer >= len(self.blocks):
             return None
         return self.absent_in(f"blocks.{layer}.", self.blocks[layer], self.block_parts[layer], tail)
@@ -197,8 +243,8 @@ class HFStack(HFAdapter):
     def absent_in(self, prefix: str, path: str, parts: BlockParts, tail: str) -> str | None:
         """Why the block at ``path`` has no point of this name inside it, or None."""
         last = tail.rsplit(".", 1)[-1]
-        if last in parts.absent:
-            return parts.absent[last]
+        if last in parts.absent or last in REASONS:
+            return parts.absent.get(last) or REASONS[last]
         block, kind = prefix.rstrip(".").replace("blocks.", "block "), type(submodule(self.module, path)).__name__
         if tail.startswith("cross_attn.") or last == "hook_cross_attn_out":
             if parts.cross is None:
@@ -207,6 +253,10 @@ class HFStack(HFAdapter):
         if tail.startswith("attn.") or last == "hook_attn_out":
             if parts.attention is None:
                 return f"{block} (a {kind}) has no attention; use hook_mixer_out"
+            if tail.startswith(("attn.q.", "attn.k.", "attn.v.")):
+                return f"what {block} makes queries, keys and values with isn't one module each; use attn.hook_q, hook_k, hook_v"
+            if f"{prefix}attn.hook_pattern" in {p.name for p in self.all_points}:
+                return None
             return self._out_of_reach(f"the attention of {block}", join(path, parts.attention), "hook_attn_out")
         if tail.startswith("mixer.") or last == "hook_mixer_out":
             if parts.mixer is None:

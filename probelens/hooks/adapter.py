@@ -62,9 +62,9 @@ class Adapter:
         self.module = module
         self.blocks: list[str] = []
         self.parts: dict[str, str] = {}
-        # From canonical path segments to the module's own, for edit_weights: {"mixer": "mixer"}, and
-        # {"1.mixer": "inner.mixer"} where block 1 has it at another place.
+        # From canonical path segments to the module's own: {"mixer": "mixer"}; {"1.mixer": "inner.mixer"} for block 1.
         self.segments: dict[str, str] = {}
+        self.lens_names: dict[str, str] = {}  # of TransformerLens: to names here, or to "transformer.h.1.ln_2.hook_in"
         self.cfg = ModelConfig(n_layers=0, d_model=0)
         self.tokenizer: Any = None
         self._block_outputs: int | None = None

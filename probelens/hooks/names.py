@@ -93,26 +93,40 @@ class Points(NameTable):
         self.adapter, self.owner = adapter, owner
         self.named = {point.name: point for point in adapter.all_points}
         aliases = {other: point.name for point in adapter.all_points for other in point.aliases}
-        super().__init__(self.named, self._other_names() | aliases, adapter.cfg.n_layers)
         # What the tensor of a point can also be called: by the path of the module that it enters or leaves as it is.
         self.paths = {
             f"{point.site.path}.hook_{point.site.side}": point.name
             for point in adapter.all_points
             if point.site is not None and point.site == Site(point.site.path, point.site.side)
         }
+        others, own = self._other_names()
+        super().__init__(self.named, others | aliases, adapter.cfg.n_layers)
+        # TransformerLens' names of what isn't listed: by the path of a module of the user's, or of what the adapter finds.
+        self.unlisted: dict[str, str] = {name: path for name, path in own.items() if name not in self.aliases}
         for point in adapter.all_points:
             self._take(point)
 
-    def _other_names(self) -> dict[str, str]:
-        """TransformerLens 4's names, by module, of points that have another name here."""
-        found = {}
+    def _other_names(self) -> tuple[dict[str, str], dict[str, str]]:
+        """TransformerLens 4's names, by module, of points that have another name here, and of what isn't listed."""
+        found: dict[str, str] = {}
+        own: dict[str, str] = {}
         for name in self.named:
             for tail, others in _BY_MODULE.items():
                 stem = name.removesuffix(tail)
                 other = stem + others
                 if stem != name and other not in self.named and not self._has_module(other.rpartition(".hook_")[0]):
                     found[other] = name
-        return found
+        ends = ("in", "out")
+        around = {
+            f"{part}.hook_{end}": f"{path}.hook_{end}" for part, path in self.adapter.parts.items() for end in ends
+        }
+        for name, where in (around | self.adapter.lens_names).items():
+            if name in self.named or self._has_module(name.rpartition(".hook_")[0] or name):
+                continue
+            found.pop(name, None)
+            target = self.paths.get(where, where)
+            (found if target in self.named else own)[name] = target
+        return found, own
 
     def match(self, names: Names) -> tuple[list[HookPoint], bool]:
         """The points that ``names`` means, each once, and whether each was named by itself; see ``lookup``."""
@@ -200,6 +214,8 @@ class Points(NameTable):
     def absent(self, asked: Names) -> str | None:
         """Why the architecture has no such point; None where it has one, or there is nothing to say."""
         full = asked_name(asked)
+        if full in self.unlisted:
+            return "it isn't listed, so it is kept where names_filter names it"
         return None if self.alias(full) in self.names else self.adapter.absent(full)
 
     def _point(self, name: str) -> HookPoint:
@@ -215,7 +231,7 @@ class Points(NameTable):
             # One of several calls of a module in one forward.
             return self._take(point.during(name=f"{point.name}#{int(call)}", call=int(call), aliases=(), ctx={}))
         own = self.adapter.find(name)
-        path, _, side = name.rpartition(".hook_")
+        path, _, side = self.unlisted.get(name, name).rpartition(".hook_")
         if own is None and side in ("in", "out") and self._has_module(path):
             own = HookPoint(name, "boundary", (), path, site=Site(path, side))  # type: ignore[arg-type]
         return None if own is None else self._take(own)

@@ -31,7 +31,9 @@ _LAYER_TYPES = {"a": "attn", "m": "mlp", "b": None, "block": None, "blocks": Non
 
 
 # TransformerLens 4's names by module, of points whose other name says more.
-_BY_MODULE = re.compile(r"(blocks\.\d+(\.attn|\.mlp)?|embed)\.hook_(in|out)")
+_BY_MODULE = re.compile(
+    r"(blocks\.\d+(\.(attn|mlp|norm|ln\w+)(\.\w+)?)?|embed)\.hook_(in|out)|.*\.hook_rot_[qk]|hook_unembed"
+)
 
 
 class NameTable:
@@ -49,6 +51,8 @@ class NameTable:
         self, names: Collection[str], aliases: Mapping[str, str] | None = None, n_layers: int | None = None
     ) -> None:
         self.names, self.aliases = names, aliases or {}
+        # Names that patterns mean where they fit nothing in ``names``.
+        self.unlisted: Mapping[str, str] = {}
         blocks = (in_block(name)[0] for name in names) if n_layers is None else ()
         # Of a model it is all blocks, of names alone those that they show.
         self.whole = n_layers is not None
@@ -83,7 +87,8 @@ class NameTable:
         elif _is_short(asked):
             found, explicit = self._short(*asked)  # type: ignore[misc]
         elif callable(asked):
-            found, explicit = [name for name in self.names if asked(name)], False
+            found = [name for name in self.names if asked(name)] or [name for name in self.unlisted if asked(name)]
+            explicit = False
         elif isinstance(asked, Iterable) and not isinstance(asked, (bytes, bytearray)):
             return self._several(asked)
         else:
@@ -128,7 +133,7 @@ class NameTable:
         numbered = None if found else re.fullmatch(r"([a-z]+)(\d+)([a-z]\w*)?", text)
         if numbered:  # "k6", "pattern0", "scale4ln1"
             return self._short(numbered[1], int(numbered[2]), numbered[3])
-        return found, False
+        return found or [name for name in self.unlisted if in_block(name)[1] == text], False
 
     def _short(self, short: str, layer: Any, kind: str | None = None) -> tuple[list[str], bool]:
         if layer is None:
@@ -172,7 +177,7 @@ class NameTable:
         """Names that a glob fits, in order; none where it fits nothing."""
         found = {*fnmatch.filter(self.names, pattern)}
         found.update(self.aliases[other] for other in fnmatch.filter(self.aliases, pattern))
-        return [name for name in self.names if name in found]
+        return [name for name in self.names if name in found] or fnmatch.filter(self.unlisted, pattern)
 
     def beyond(self, name: str) -> bool:
         """Whether a name that isn't listed can be hooked all the same; never in a plain table."""

@@ -134,6 +134,11 @@ class Tap:
             return tensor
         return self._switchboard.fire(full, tensor, pos, length, last_use)
 
+    def batch(self) -> int | None:
+        """How many examples the running forward pass has; None where nothing says it."""
+        now = self._switchboard.passes.now()
+        return None if now is None else now.batch
+
     def wants(self, name: str) -> bool:
         """Whether this thread has a hook at the point.
 
