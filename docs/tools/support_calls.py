@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -268,11 +268,11 @@ METHODS: dict[str, Callable[[HookedModel], str]] = {
 }
 
 
-def tried(method: str, model: HookedModel) -> Outcome:
+def tried(method: str, model: Any, methods: Mapping[str, Callable[[Any], str]] = METHODS) -> Outcome:
     """Call one method on one model."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return Outcome("works", METHODS[method](model))
+            return Outcome("works", methods[method](model))
         except pl.ProbelensError as err:
             return Outcome("refused", str(err), type(err).__name__)

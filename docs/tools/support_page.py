@@ -1,7 +1,7 @@
-"""Writes docs/support.md, which method works on which architecture: ``python docs/tools/support_page.py``.
+"""Writes docs/support.md, which method works on which architecture: ``python docs/tools/support_page.py [TABLE ...]``.
 
-Every cell comes from calling the method on tiny models of the family (``support_calls``). A test calls them
-again and compares.
+Every cell comes from calling the method on tiny models of the family (``support_calls``, ``support_inputs``). A test
+calls them again and compares. Given the beginnings of titles, only these tables are made anew.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import probelens as pl
 from probelens.hooks.model import HookedModel
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 import support_calls
+import support_inputs
 import zoo
 from support_calls import METHODS, Outcome
 
@@ -98,9 +101,11 @@ class Family:
 
     title: str
     names: tuple[str, ...]
-    make: Callable[[str], HookedModel] = _zoo
+    make: Callable[[str], Any] = _zoo
+    methods: Mapping[str, Callable[[Any], str]] = field(default_factory=lambda: METHODS)
 
 
+_Other = partial(Family, methods=support_inputs.METHODS)
 MIXED = tuple(n for n in zoo.HYBRIDS if n not in ("jamba", "zamba2", "falcon-mamba"))
 TABLES: dict[str, tuple[str, tuple[Family, ...]]] = {
     "Transformers": (
@@ -145,6 +150,26 @@ TABLES: dict[str, tuple[str, tuple[Family, ...]]] = {
             Family("bidirectional", ("lstm-bidirectional", "gru-bidirectional-fused")),
         ),
     ),
+    "Inputs that are no tokens, and one answer for each example": (
+        "Batches and pairs of what the forward takes. Classifiers: BERT, RoBERTa, DistilBERT, ModernBERT and Llama, on padded "
+        "texts; vision: a ViT, and a module of your own over patches; encoder–decoders: T5, BART and Whisper, given the inputs of "
+        "both sides. Modules of your own: an LSTM that reads a time series and gives one number; a tagger over tokens and "
+        "a second stream, packed by lengths; a classifier of tokens and a picture, joined. Embeddings go into a GPT-2.",
+        (
+            _Other(
+                "classifiers",
+                ("bert-classifier", "roberta-classifier", "distilbert-classifier", "modernbert-classifier", "llama-classifier"),
+                support_inputs.transformers,
+            ),
+            _Other("vision", ("vit",), support_inputs.transformers),
+            _Other("own vision", ("pictures",), support_inputs.own),
+            _Other("both sides of encoder–decoders", ("t5", "bart-whole", "whisper"), support_inputs.transformers),
+            _Other("time series", ("series",), support_inputs.own),
+            _Other("packed lengths", ("packed",), support_inputs.own),
+            _Other("two streams", ("streams",), support_inputs.streams),
+            _Other("embeddings", ("embeddings",), support_inputs.own),
+        ),
+    ),
     "Other libraries' wrappers, and any module": (
         "A `TransformerBridge` of GPT-2, Llama and Mamba (`HookedTransformer` is gone from TransformerLens 4); nnsight "
         "models of GPT-2, Mamba and an LSTM, run here; a GPT-2 of nnsight with `remote=`, in nnsight's own rehearsal of a "
@@ -164,7 +189,8 @@ Column = dict[str, dict[str, Outcome]]
 def outcomes(family: Family) -> Column:
     """What came of every method, by method and model."""
     models = {name: family.make(name) for name in family.names}
-    return {method: {n: support_calls.tried(method, m) for n, m in models.items()} for method in METHODS}
+    methods = family.methods
+    return {method: {n: support_calls.tried(method, m, methods) for n, m in models.items()} for method in methods}
 
 
 def said(outcome: Outcome) -> str:
@@ -185,7 +211,7 @@ def cell(found: dict[str, Outcome]) -> str:
 
 def column(found: Column) -> list[str]:
     """The cells of a family, in the order of the methods."""
-    return [cell(found[method]) for method in METHODS]
+    return [cell(by_name) for by_name in found.values()]
 
 
 def reasons(found: dict[str, Column]) -> list[str]:
@@ -198,7 +224,8 @@ def reasons(found: dict[str, Column]) -> list[str]:
                     words = (method, plain(outcome.text))
                     told.setdefault(words, {}).setdefault(title, []).append(name)
     lines = []
-    for method, text in sorted(told, key=lambda words: list(METHODS).index(words[0])):
+    order = list(next(iter(found.values())))
+    for method, text in sorted(told, key=lambda words: order.index(words[0])):
         where = [
             title if len(names) == len(FAMILIES[title].names) else f"{title} ({', '.join(names)})"
             for title, names in told[method, text].items()
@@ -219,10 +246,10 @@ def plain(text: str) -> str:
     return text.rstrip(".")
 
 
-def table(title: str, columns: dict[str, list[str]]) -> list[str]:
+def table(methods: Iterable[str], columns: dict[str, list[str]]) -> list[str]:
     """The rows of one table."""
     lines = [f"| method | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for i, method in enumerate(METHODS):
+    for i, method in enumerate(methods):
         lines.append(f"| {method} | {' | '.join(cells[i] for cells in columns.values())} |")
     return lines
 
@@ -238,7 +265,14 @@ def page(columns: dict[str, list[str]], why: dict[str, list[str]]) -> str:
     for title, (text, families) in TABLES.items():
         names = {"others": ", ".join(FAMILIES["other decoders"].names), "mixed": ", ".join(MIXED)}
         lines += [f"## {title}", "", text.format(**names), ""]
-        lines += [*table(title, {f.title: columns[f.title] for f in families}), "", "Refused:", "", *why[title], ""]
+        lines += [
+            *table(families[0].methods, {f.title: columns[f.title] for f in families}),
+            "",
+            "Refused:",
+            "",
+            *why[title],
+            "",
+        ]
     return "\n".join(lines)
 
 
@@ -255,11 +289,16 @@ def written(text: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     return columns, why
 
 
-def main() -> None:
-    """Call everything and write the page."""
-    columns: dict[str, list[str]] = {}
-    why: dict[str, list[str]] = {}
+def main(chosen: Sequence[str]) -> None:
+    """Call everything, or what these tables need, and write the page.
+
+    Args:
+        chosen: Beginnings of the titles of tables; the others stay as they are. All where there are none.
+    """
+    columns, why = written(PAGE.read_text(encoding="utf-8")) if chosen else ({}, {})
     for title, (_, families) in TABLES.items():
+        if chosen and not title.startswith(tuple(chosen)):
+            continue
         found = {family.title: outcomes(family) for family in families}
         columns |= {name: column(by_method) for name, by_method in found.items()}
         why[title] = reasons(found)
@@ -267,4 +306,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

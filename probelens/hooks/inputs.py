@@ -298,3 +298,23 @@ def _kept_out_by(
 def _counted(mask: Tensor) -> Tensor:
     """Positions that count real tokens; 0 at padding before the first. (example, pos)"""
     return (mask.long().cumsum(1) - 1).clamp(min=0)
+
+
+def skipped_embeddings(model: Wrapped, inputs: Any, kw: Mapping[str, Any]) -> set[str]:
+    """Points of embeddings that a call leaves out, as it is given embeddings instead of tokens.
+
+    Args:
+        model: The wrapped model.
+        inputs: What it is called with.
+        kw: Its other arguments.
+
+    Returns:
+        Names of points.
+    """
+    given = {**(inputs if isinstance(inputs, Mapping) else {}), **kw}
+    out = {"hook_embed"} if given.get("decoder_inputs_embeds") is not None else set()
+    main = getattr(model.adapter, "main_input", None)
+    floats = isinstance(inputs, Tensor) and inputs.is_floating_point() and main is not None and main() == "input_ids"
+    if floats or given.get("inputs_embeds") is not None:
+        out.add("encoder.hook_embed" if "encoder.hook_embed" in model.points.named else "hook_embed")
+    return out

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from probelens.errors import InputError, ProbelensError
 from probelens.hooks.edits.values import replace
-from probelens.hooks.inputs import tokens_of
+from probelens.hooks.inputs import skipped_embeddings, tokens_of
 from probelens.hooks.names import resolve
 from probelens.hooks.points import HookPoint
 from probelens.hooks.protocol import Wrapped
@@ -112,8 +112,9 @@ def verify(
     Returns:
         One row a point, and what was left behind.
     """
-    points = resolve(model, names)
     x, other = _two_inputs(model, inputs, seed)
+    without = skipped_embeddings(model, x, {}) if names is None else set()
+    points = resolve(model, names)
     before = left_behind(model.module)
     dtype = model.cfg.dtype
     if tolerance is None:
@@ -125,7 +126,10 @@ def verify(
         size = native.float().abs().max().item() or 1.0
         gap = (target.float() - native.float()).norm().item()
         for point in points:
-            rows.append(_try(model, point, x, other, native, target, size, gap, tolerance, seed))
+            if point.name in without:
+                rows.append({**_row(point), "ok": True, "note": "not reached: the inputs are embeddings already"})
+            else:
+                rows.append(_try(model, point, x, other, native, target, size, gap, tolerance, seed))
             bar.update(1)
     left = [path for path in left_behind(model.module) if path not in before]
     return VerifyReport(rows, model.cfg.model_name, tolerance, left)
@@ -135,8 +139,7 @@ def _try(
     model: Wrapped, point: HookPoint, x: Any, other: Any, native: Tensor, target: Tensor,
     size: float, gap: float, tolerance: float, seed: int,
 ) -> dict[str, Any]:  # fmt: skip
-    row: dict[str, Any] = {"name": point.name, "kind": point.kind, "fired": 0, "identity": None, "edit": None}
-    row.update(restored=None, ok=False, problem="", note="")
+    row = _row(point)
     generator = torch.Generator().manual_seed(seed)
 
     def same(tensor: Tensor, hook: HookPoint) -> Tensor:
@@ -176,6 +179,11 @@ def _try(
             row["problem"] = found
     row["ok"] = not row["problem"]
     return row
+
+
+def _row(point: HookPoint) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": point.name, "kind": point.kind, "fired": 0, "identity": None, "edit": None}
+    return {**row, "restored": None, "ok": False, "problem": "", "note": ""}
 
 
 def _carries_everything(model: Wrapped, point: HookPoint) -> bool:
@@ -229,7 +237,12 @@ def _other_arguments(examples: Examples, vocab: int, generator: torch.Generator)
         if tensor.is_floating_point():
             return torch.randn(tensor.shape, generator=generator).to(tensor)
         if tensor is examples.main and vocab:
-            return (tensor + torch.randint(1, vocab, tensor.shape, generator=generator).to(tensor)) % vocab
+            new = (tensor + torch.randint(1, vocab, tensor.shape, generator=generator).to(tensor)) % vocab
+            real = examples.attention_mask
+            if real is None or real.shape != tensor.shape:
+                return new
+            # Padding stays where it is: some models read the last token that is none.
+            return tensor.where(~real | torch.isin(new, tensor[~real]), new)
         # Ids of another kind, such as types of tokens: those of another example.
         return tensor.flip(0) if tensor is examples.main else tensor
 

@@ -94,7 +94,7 @@ def material(
     n = sizes["n_pairs"]
     swapped: dict[str, Swapped] = {}
     if pairs is None:
-        made = _drawn(model, held, target, N_PAIRS if n is None else n, seed) if n != 0 and target is not None else None
+        made = drawn(model, held, target, N_PAIRS if n is None else n, seed) if n != 0 and target is not None else None
         swapped = {} if made is None or target is None else {target: made}
         pairs = {name: some.pairs for name, some in swapped.items()}
     about = {"inputs": _described(fit, len(fit) + len(held))}
@@ -233,7 +233,7 @@ def _pairs_by_name(pairs: Any, target: str | None) -> Mapping[str, Any]:
     return {pairs.label or target or "answer": pairs}
 
 
-def _drawn(model: HookedModel, batch: Batch, target: str, n: int, seed: int) -> Swapped | None:
+def drawn(model: HookedModel, batch: Batch, target: str, n: int, seed: int) -> Swapped | None:
     """Pairs of two examples of a batch whose targets differ; None where there are none.
 
     Two that a forward treats differently, by their masks or by what counts something of them, make no pair. Where the model

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from probelens.errors import HookNotFiredError, InputError, ShapeError
 from probelens.hooks.config import Call, first_argument, pick
 from probelens.hooks.forwards import submodule
+from probelens.hooks.inputs import skipped_embeddings
 from probelens.hooks.passes.turned import Layout
 from probelens.hooks.points import HookPoint, Site
 from probelens.hooks.protocol import Wrapped
@@ -75,6 +76,8 @@ def each_call(
     points = model.points.reached(names, start, stop)
     looked = [model.points.lookup(part) for part in parts]
     named = {name for found, explicit in looked if explicit for name in found}
+    without = skipped_embeddings(model, *given) - named if start is None else set()
+    points = [point for point in points if point.name not in without]
     unsure = [p for p in points if p.name not in named and p.kind == "boundary" and is_unsure(model, p)]
     if not unsure or start is not None:
         return points
