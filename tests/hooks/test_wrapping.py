@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -96,20 +97,52 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_foreign_adapter_that_misbehaves_is_named_and_passed_over(tmp_path: Path, fault: str) -> None:
-    install(tmp_path, "badpack", FAULTS[fault], "bad = badpack:Bad")
-    code = f"""
-import sys, warnings
-sys.path[:0] = [{str(tmp_path)!r}, {str(Path(zoo.__file__).parent)!r}]
+# One process that has imported everything, and a fork of it for each fault.
+FORKS = """
+import os, sys, traceback, warnings
 import zoo, probelens as pl
-with warnings.catch_warnings(record=True) as seen:
-    warnings.simplefilter("always")
-    print(pl.wrap(zoo.build("neox")).cfg.n_layers)
-assert any("adapter 'bad' can't be used" in str(w.message) for w in seen), [str(w.message) for w in seen]
+for folder in sys.argv[1:]:
+    sys.stdout.flush()
+    if os.fork():
+        os.wait()
+        continue
+    try:
+        sys.path.insert(0, folder)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            layers = pl.wrap(zoo.build("neox")).cfg.n_layers
+        said = sorted(str(w.message) for w in seen if "adapter 'bad' can't be used" in str(w.message))
+        print(layers, bool(said), flush=True)
+    except BaseException:
+        print(repr(traceback.format_exc()), flush=True)
+    os._exit(0)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, "3"), done.stderr
+
+
+@pytest.fixture(scope="module")
+def wrapped_beside(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Per fault: the number of layers of the model that was wrapped, and whether the adapter was named in a warning."""
+    folders = []
+    for fault in FAULTS:
+        folders.append(tmp_path_factory.mktemp(fault.replace(" ", "_")))
+        install(folders[-1], "badpack", FAULTS[fault], "bad = badpack:Bad")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(zoo.__file__).parent), *filter(None, sys.path)])}
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS, *map(str, folders)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env=env,
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(FAULTS), done.stdout + done.stderr
+    return dict(zip(FAULTS, lines, strict=True))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_foreign_adapter_that_misbehaves_is_named_and_passed_over(fault: str, wrapped_beside: dict[str, str]) -> None:
+    assert wrapped_beside[fault] == "3 True"
 
 
 def test_every_built_in_adapter_imports_and_none_imports_its_backend() -> None:
