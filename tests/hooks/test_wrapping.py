@@ -100,7 +100,11 @@ FAULTS = {
 # One process that has imported everything, and a fork of it for each fault.
 FORKS = """
 import os, sys, traceback, warnings
+from importlib.metadata import entry_points
 import zoo, probelens as pl
+module = zoo.build("neox")
+for entry in entry_points(group="probelens.adapters"):
+    entry.load()
 for folder in sys.argv[1:]:
     sys.stdout.flush()
     if os.fork():
@@ -110,7 +114,7 @@ for folder in sys.argv[1:]:
         sys.path.insert(0, folder)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            layers = pl.wrap(zoo.build("neox")).cfg.n_layers
+            layers = pl.wrap(module).cfg.n_layers
         said = sorted(str(w.message) for w in seen if "adapter 'bad' can't be used" in str(w.message))
         print(layers, bool(said), flush=True)
     except BaseException:
