@@ -14,7 +14,10 @@ from probelens.examples import fooled, planted
 from probelens.examples.fooled_page import OPEN, UNUSED, USED, Case, grid, table, write_figures
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the fixture measures nine models by every method: two minutes of CPU
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]  # the fixture measures nine models by every method: two minutes of CPU
 NEAR = 0.03  # other BLAS libraries train another MLP and draw other subspaces
 
 
