@@ -23,6 +23,7 @@ from probelens.ablation.verdict import FLOOR, needed, verdict
 from probelens.errors import InputError, metric_name
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import by_point, need_wrapped
+from probelens.numerics.rounding import without_rounding
 from probelens.probing.directions import Definition
 from probelens.probing.refit import refit_check
 from probelens.probing.refit_values import refit_values
@@ -121,9 +122,10 @@ def ablate(
         - "tautological": the site feeds a linear readout, so that erasing what is read must hurt.
         - "inconclusive": a refitted probe is above baseline + ``margin``; the model may still use the variable.
         - "absent": no probe reads the variable there, ablated or not, so the cost isn't about it.
-        - "underpowered": no probe reads it any more, but with so few sequences they don't read a planted residue either;
-          ``n_needed`` says with how many they would.
-        - "erased": a probe read it before and none does after; ``needed`` says whether the model needed it.
+        - "underpowered": no probe reads it any more, but with so few sequences they don't read a planted residue of 1.4
+          standard deviations of a feature either; ``residue_size`` says which they do, ``n_needed`` with how many they would.
+        - "erased": a probe read it before, none does after, and they would have read such a residue; smaller ones may be
+          left. ``needed`` says whether the model needed it.
         - "not refitted": without ``refit`` it is unknown what is left.
 
         Where ``label`` holds values, the refitted probes are ridge regressions, without an MLP, and the columns of their
@@ -176,26 +178,32 @@ def ablate(
     rows = [{**d.about, "alpha": float(alpha)} for d in drawn]
     values, clean = score(rows, runs, runs.scored, chance, seed, metric, adjust)
     unread = unread_sites(model, batch, acts, list(spaces), batch_size, memory, seed)
+    floor = chance is not None and clean.mean().item() < chance + FLOOR
     refits: list[Tensor] = []
     for row in (row for row in rows if row["condition"] == "target"):
         site = row["site"]
+        readout = feeds_readout(model, site)
         row.update(association=goes, given=", ".join(names_given(given, label)) or None)
         if refit:
             new = after(model, batch, acts, site, spaces[site], alpha, batch_size)
             n = new.shape[1]
-            known = (acts[site], new, spread_labels(label, batch.labels[label], n), spread_mask(batch.mask, n))
+            mask = spread_mask(batch.mask, n)
+            new = without_rounding(acts[site], new, mask)
+            known = (acts[site], new, spread_labels(label, batch.labels[label], n), mask)
             if batch.labels[label].is_floating_point():
                 found, by_position = refit_values(*known, groups_of(batch), margin=margin, seed=seed)
             else:
                 within = None if strata is None else spread_labels("given", strata, n)
+                # What no verdict rests on takes no time.
                 found, by_position = refit_check(
-                    *known, groups_of(batch), mlp=mlp, margin=margin, given=within, seed=seed
-                )
+                    *known, groups_of(batch), mlp=mlp, margin=margin, given=within, seed=seed,
+                    power=not (floor or readout or site in unread),
+                )  # fmt: skip
             row.update(found)
             refits.append(by_position)
         row["verdict"] = verdict(
-            floor=chance is not None and clean.mean().item() < chance + FLOOR,
-            readout=feeds_readout(model, site),
+            floor=floor,
+            readout=readout,
             before=row.get("readable_before"),
             after=row.get("readable_after"),
             unread=site in unread,

@@ -113,10 +113,17 @@ REFIT = (
     _refitted(
         "powered",
         bool | None,
-        "Whether these probes read a small residue planted after the ablation; None where they read the label itself.",
+        "Whether these probes read a residue of 1.4 standard deviations planted after the ablation; None where they read the "
+        "label itself, or where the verdict rests on something else.",
         unit="",
     ),
     _refitted("residue_accuracy", float | None, "Accuracy with which they read it."),
+    _refitted(
+        "residue_size",
+        float | None,
+        "The smallest residue tried that they read, along each of its directions; None where they read none.",
+        unit="standard deviations of a feature",
+    ),
     _refitted(
         "n_needed",
         int | None,

@@ -33,6 +33,8 @@ class MLPProbe:
         batch_size: Rows per step.
         max_epochs: Most passes over the training rows.
         patience: Epochs without a lower validation loss after which training stops.
+        patience_steps: Steps without one that it takes as well: an epoch of few rows is a few steps, and the loss of a code
+            that isn't linear stays flat for the first hundred or more.
         weight_decay: Decoupled weight decay.
         enough: Validation loss in nats at which training stops early; by default it goes on as long as it falls.
         seed: Of the initial weights and the order of the rows.
@@ -52,10 +54,11 @@ class MLPProbe:
     """
 
     hidden: int = 64
-    lr: float = 3e-3
-    batch_size: int = 256
-    max_epochs: int = 60
+    lr: float = 1e-2
+    batch_size: int = 128
+    max_epochs: int = 100
     patience: int = 5
+    patience_steps: int = 250
     weight_decay: float = 1e-3
     enough: float = -math.inf
     seed: int = 0
@@ -95,6 +98,7 @@ class MLPProbe:
             weights = [w.to(x.device).requires_grad_() for w in self._initial(x.shape[1], rng)]
             optimiser = torch.optim.AdamW(weights, lr=self.lr, weight_decay=self.weight_decay)
             best, kept, waited = math.inf, [w.detach().clone() for w in weights], 0
+            patience = max(self.patience, self.patience_steps / math.ceil(len(x) / self.batch_size))
             for epoch in range(self.max_epochs):
                 order = torch.randperm(len(x), generator=rng).to(x.device)
                 for rows in order.split(self.batch_size):
@@ -107,7 +111,7 @@ class MLPProbe:
                 self.n_epochs_ = epoch + 1
                 if now < best - 1e-4:
                     best, kept, waited = now, [w.detach().clone() for w in weights], 0
-                elif (waited := waited + 1) >= self.patience:
+                elif (waited := waited + 1) >= patience:
                     break
                 if best <= self.enough:
                     break

@@ -288,6 +288,7 @@ def refit_check(
     mlp: bool = True,
     margin: float = 0.02,
     given: Tensor | None = None,
+    power: bool = True,
     seed: int = 0,
 ) -> tuple[dict[str, Any], Tensor]:
     """All probes that an ablation is tested with, trained and tested on ablated activations.
@@ -303,6 +304,7 @@ def refit_check(
             quarter of what is left to read where that is less.
         given: Strata, ids of what the label was erased given. Then all probes read ``balanced`` rows, in which the
             strata tell little or nothing of the label, and what they do tell is a baseline too. (n, pos)
+        power: Whether to plant the residue, which takes longer than all else.
 
     Returns:
         What ``refit_accuracy`` returns, with refit_position_accuracy (one probe per position), majority,
@@ -310,8 +312,8 @@ def refit_check(
         ``given``), baseline (the largest of them), readable_before and
         readable_after (whether any probe reads the label), probe_position_accuracy and probe_mlp_accuracy (before; None
         where others answered that already); and where no probe reads the label after, whether these probes read a
-        residue planted there (powered), how well (residue_accuracy), and with how many sequences they would (n_needed,
-        None where no sample tried is enough); see ``residue_power``. (pos,)
+        residue planted there (powered), how well (residue_accuracy), the smallest size that they read (residue_size), and
+        with how many sequences they would (n_needed, None where no sample tried is enough); see ``residue_power``. (pos,)
 
     Source:
         The refitted probe: arXiv 2606.00926 v2; the MLP: Ravfogel et al. 2020, arXiv 2004.07667, section 5.
@@ -328,11 +330,12 @@ def refit_check(
     row["baseline"] = max(majority, position, *stratum)
     bar = row["baseline"] + chance_margin(row["baseline"], margin)
     after = [row["refit_accuracy"], row["refit_mlp_accuracy"], row["refit_position_accuracy"]]
-    row["readable_after"] = any(found is not None and found > bar for found in after)
-    row.update(powered=None, residue_accuracy=None, n_needed=None)
-    if not row["readable_after"] and bar < 1:  # where the position tells all, nothing is left to read
-        power = residue_power(ablated, labels, mask, split, bar, mlp=mlp, seed=seed)
-        row.update(powered=power.powered, residue_accuracy=power.accuracy, n_needed=power.n_needed)
+    row["readable_after"] = any(one is not None and one > bar for one in after)
+    row.update(powered=None, residue_accuracy=None, residue_size=None, n_needed=None)
+    if power and not row["readable_after"] and bar < 1:  # where the position tells all, nothing is left to read
+        found = residue_power(ablated, labels, mask, split, bar, mlp=mlp, seed=seed)
+        row.update(powered=found.powered, residue_accuracy=found.accuracy, residue_size=found.size)
+        row.update(n_needed=found.n_needed)
     # An ablation adds no information, so what is read after it was readable before.
     row["readable_before"] = row["readable_after"] or row["probe_accuracy"] > bar
     row.update(probe_position_accuracy=None, probe_mlp_accuracy=None)

@@ -24,13 +24,9 @@ def refit_values(
     """Whether values can still be read after an ablation: ridge probes over all positions and one at each.
 
     Args:
-        clean: Activations before. (n, pos, d)
-        ablated: Activations after. (n, pos, d)
+        clean, ablated, mask, groups, seed: As for ``refit_accuracy``.
         values: The values. (n, pos)
-        mask: Where they count. (n, pos)
-        groups: What a split keeps together. (n,)
         margin: How far above its baseline an R² still counts as nothing read.
-        seed: Of the split.
 
     Returns:
         The columns of ``refit_check`` with R² in the place of accuracies and no MLP, and the refitted probe's R² at each
@@ -62,7 +58,7 @@ def refit_values(
         "refit_gap_hi": high, "refit_mlp_accuracy": None, "refit_n_test": int(keep.sum()), "majority": 0.0,
         "position_baseline": baseline, "baseline": baseline, "refit_position_accuracy": each["new"],
         "readable_after": max(after, each["new"]) > bar, "probe_mlp_accuracy": None, "probe_position_accuracy": None,
-        "given_baseline": None, "powered": None, "residue_accuracy": None, "n_needed": None,
+        "given_baseline": None, "powered": None, "residue_accuracy": None, "residue_size": None, "n_needed": None,
     }  # fmt: skip
     row["readable_before"] = row["readable_after"] or before > bar
     if not row["readable_before"]:

@@ -276,8 +276,20 @@ def test_few_sequences_are_underpowered_and_the_findings_say_how_many_would_do(
     assert (row["verdict"], row["powered"]) == ("underpowered", False)
     assert row["n_needed"] in (240, 480, 960)
     assert f"{row['n_needed']} sequences would do" in str(got)
+    assert "they don't read a planted residue of 1.4 standard deviations of a feature either" in str(got)
     linear = pl.ablate(spare.model, spare.held[:120], {SITE: spare_leace}, label="y", controls=0, seed=seed, mlp=False)
     assert (target(linear)["verdict"], target(linear)["powered"]) == ("erased", True)
+    assert "no probe reads it any more, and one of 1.4 standard deviations of a feature they would have" in str(linear)
+
+
+def test_no_residue_is_planted_where_the_verdict_rests_on_something_else(
+    spare: World, spare_leace: pl.Eraser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("probelens.probing.refit.residue_power", None)  # planting would fail
+    coin = torch.randint(2, spare.held.tokens.shape, generator=torch.Generator().manual_seed(5))
+    batch = pl.Batch(spare.held.tokens[:300], {"y": spare.held.labels["y"][:300], "coin": coin[:300]})
+    row = target(pl.ablate(spare.model, batch, {SITE: spare_leace}, label="y", target="coin", controls=0, mlp=False))
+    assert (row["verdict"], row["powered"], row["readable_after"]) == ("floor", None, False)
 
 
 def test_absent_where_nothing_could_be_read_in_the_first_place(spare: World, spare_leace: pl.Eraser) -> None:

@@ -54,10 +54,12 @@ def test_too_few_sequences_are_said_to_be_underpowered_and_the_number_named_is_e
     assert row["powered"] is False
     assert row["residue_accuracy"] < row["baseline"] + 0.1
     assert 300 <= row["n_needed"] <= 2400
+    assert row["residue_size"] in (None, 2.0, 3.0)
     many, y, mask = noise(row["n_needed"], k=k, seed=4)
     row, _ = refit_check(many, many, y, mask, torch.arange(len(y)))
     assert (row["powered"], row["n_needed"]) == (True, len(y))
     # A residue that somebody else left is then read too.
+    assert row["residue_size"] == RESIDUE
     real = plant(many.flatten(0, 1), y.reshape(-1, 1) % 2, seed=77).view_as(many)
     assert refit_check(real, real, y, mask, torch.arange(len(y)))[0]["readable_after"]
 
@@ -70,13 +72,34 @@ def test_where_the_label_is_read_its_power_is_no_question() -> None:
     assert [row[name] for name in ("powered", "residue_accuracy", "n_needed")] == [None, None, None]
 
 
+def test_where_the_residue_is_too_small_the_size_that_would_be_read_is_named() -> None:
+    x, y, mask = noise(200, seed=5)
+    found = residue_power(x, y, mask, split_by_group(torch.arange(200)), 0.52)
+    assert (found.powered, found.size) == (False, 2.0)
+    parts = [plant(x.flatten(0, 1), y.reshape(-1, 1), size=size, seed=8).view_as(x) for size in (RESIDUE, 2.0)]
+    small, large = (refit_check(left, left, y, mask, torch.arange(200), power=False)[0] for left in parts)
+    assert large["refit_mlp_accuracy"] > small["refit_mlp_accuracy"] + 0.1
+
+
+def test_nothing_is_tried_where_the_bar_leaves_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("probelens.probing.power.MLPProbe", None)  # trying would fail
+    x, y, mask = noise(60)
+    found = residue_power(x, y, mask, split_by_group(torch.arange(60)), 0.98)
+    assert (found.powered, found.accuracy, found.n_needed, found.size) == (False, None, None, None)
+
+
+def test_where_nothing_varies_a_residue_is_planted_all_the_same() -> None:
+    x, y, mask = noise(60)
+    assert residue_power(torch.ones_like(x), y, mask, split_by_group(torch.arange(60)), 0.52).powered
+
+
 def test_linear_probes_alone_are_asked_for_a_linear_residue_and_the_activations_stay_as_they_are() -> None:
     x, y, mask = noise(60)
     x = x.double()
     before, split = x.clone(), split_by_group(torch.arange(60))
     found = residue_power(x, y, mask, split, 0.52, mlp=False)
     assert found.powered
-    assert found.accuracy == pytest.approx(0.977, abs=0.03)  # Φ(2): signs of size 2 beside noise of size 1
+    assert found.accuracy == pytest.approx(0.919, abs=0.03)  # Φ(1.4): signs of size 1.4 beside noise of size 1
     assert not residue_power(x, y, mask, split, 0.52).powered
     assert torch.equal(x, before)
 
