@@ -12,8 +12,9 @@ from probelens.ablation.columns import ABLATION
 from probelens.ablation.controls import CONTROLS
 from probelens.ablation.given import warning
 from probelens.ablation.scoring import COST
+from probelens.probing.power import RESIDUE
 from probelens.results.rows import Rows
-from probelens.results.sentences import between, count, fixed, hundredths, layers, percent, place, points, valued
+from probelens.results.sentences import between, count, fixed, hundredths, percent, place, points, sites, valued
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -34,6 +35,9 @@ _MEANING = {
     "absent": "no probe read it before either",
     "erased": "no probe reads it any more",
 }
+BELOW = 0.1  # so far below chance a model answers something else than the labels
+_BELOW = "the model does worse than a constant answer; are the labels those that it answers with?"
+_SIZE = f"of {RESIDUE:g} standard deviations of a feature"
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,10 +85,7 @@ class AblationResult(Rows):
         verdicts: dict[str, list[dict[str, Any]]] = {}
         for row in targets:
             verdicts.setdefault(row["verdict"], []).append(row)
-        said = (
-            f"{word} at {layers([row['layer'] for row in rows])}{_meaning(word, rows)}"
-            for word, rows in verdicts.items()
-        )
+        said = (f"{word} at {sites(rows, targets)}{_meaning(word, rows, targets)}" for word, rows in verdicts.items())
         draws = sum((r["site"], r["condition"]) == (worst["site"], worst.get("effect_against")) for r in self.rows)
         lines = [
             f"{self.label!r} removed at {count(len(targets), 'site')}, on {count(len(self.clean), 'sequence')}. "
@@ -179,13 +180,20 @@ def carried(row: Mapping[str, Any]) -> str:
     return f", {row['directions'].replace('_', ' ')} with {percent(row['variance'])} of the variance{more}"
 
 
-def _meaning(word: str, rows: Sequence[Mapping[str, Any]]) -> str:
+def _meaning(word: str, rows: Sequence[Mapping[str, Any]], among: Sequence[Mapping[str, Any]]) -> str:
     """What a verdict means at these sites; of "inconclusive" which probe reads furthest above its baseline."""
+    if word == "floor" and all(row["clean"] < row["chance"] - BELOW for row in rows):
+        return f" ({_BELOW})"
     if word == "underpowered":
         most = [row.get("n_needed") for row in rows]
         known = max((n for n in most if n is not None), default=None)
         more = "; no sample tried is enough" if None in most or known is None else f"; {known:,} sequences would do"
-        return f" (no probe reads it any more, but on so few sequences they don't read a planted residue either{more})"
+        sizes = [row.get("residue_size") for row in rows]
+        seen = max((size for size in sizes if size is not None), default=None)
+        more = more if None in sizes or seen is None else f", only one of {seen:g}{more}"
+        return f" (no probe reads it any more, but on so few sequences they don't read a planted residue {_SIZE} either{more})"
+    if word == "erased" and all(row.get("residue_size") is not None for row in rows):
+        return f" ({_MEANING[word]}, and one {_SIZE} they would have)"
     if word != "inconclusive":
         return f" ({_MEANING[word]})" if word in _MEANING else ""
     read = [
@@ -197,7 +205,7 @@ def _meaning(word: str, rows: Sequence[Mapping[str, Any]]) -> str:
     if not read:
         return " (a refitted probe still reads it)"
     _, score, said, row = max(read, key=lambda r: r[0])
-    at, say = f" at {layers([row['layer']])}" if len(rows) > 1 else "", _score(row)
+    at, say = f" at {sites([row], among)}" if len(rows) > 1 else "", _score(row)
     return f" (still read by {said}: {say(score)}{at}, baseline {say(row['baseline'])})"
 
 
@@ -207,6 +215,8 @@ def _score(row: Mapping[str, Any]) -> Callable[[float], str]:
 
 
 def _effect(row: Mapping[str, Any], draws: int, metric: str) -> str:
+    """The effect as a cost, as the drop is: above 0 it hurts, also of a loss."""
+    sign = Costs(metric).sign
     if row.get("effect") is None:
         return ""
     over = _EQUAL[row["effect_against"]]
@@ -216,10 +226,10 @@ def _effect(row: Mapping[str, Any], draws: int, metric: str) -> str:
         p += f" ({adjusted:.2g} adjusted for the number of sites)"
     if p and draws < _ENOUGH:
         p += f" (the smallest possible with {count(draws, 'draw')} is 1/{draws + 1})"
-    interval = between(row["effect_lo"], row["effect_hi"], fixed)
+    low, high = sorted(sign * row[end] for end in ("effect_lo", "effect_hi"))
     share = "of R²" if metric == "r2" else "of the accuracy above chance"
     unit = "" if row["chance"] is None else f", as a share {share}"
-    return f" Effect beyond random subspaces {over}: {fixed(row['effect'])}{interval}{unit}{p}."
+    return f" Effect beyond random subspaces {over}: {fixed(sign * row['effect'])}{between(low, high, fixed)}{unit}{p}."
 
 
 def _problem(row: Mapping[str, Any]) -> str:
@@ -232,8 +242,8 @@ def _problem(row: Mapping[str, Any]) -> str:
 
 
 def _needed(rows: Sequence[Mapping[str, Any]]) -> str:
-    by_word = {word: [r["layer"] for r in rows if r.get("needed") == word] for word in ("yes", "no", "can't tell")}
-    said = [f"{word} at {layers(found)}" for word, found in by_word.items() if found]
+    by_word = {word: [r for r in rows if r.get("needed") == word] for word in ("yes", "no", "can't tell")}
+    said = [f"{word} at {sites(found, rows)}" for word, found in by_word.items() if found]
     return f"Does the model need these directions? {'; '.join(said)}." if said else ""
 
 

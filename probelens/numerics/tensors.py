@@ -43,6 +43,7 @@ def class_numbers(labels: Tensor, mask: Tensor | None = None) -> tuple[Tensor, T
         >>> class_numbers(torch.tensor([900_000, 5, 5]))
         (tensor([1, 0, 0]), tensor([     5, 900000]))
     """
+    labels = labels.long() if labels.dtype == torch.bool else labels
     known = (labels if mask is None else labels[mask]).unique()
     numbers = torch.searchsorted(known, labels.contiguous()).clamp(max=max(len(known) - 1, 0))
     return numbers if mask is None else numbers.where(mask, 0), known

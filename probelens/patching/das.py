@@ -113,7 +113,7 @@ def das(
         Fractions of pairs; losses in nats.
 
     Raises:
-        InputError: Answers that ``interchange`` doesn't take, several sites or positions, a rank outside of the activation, too few pairs or none that is answered
+        InputError: Answers that ``interchange`` doesn't take, several sites or positions, a rank outside of the activation, a learning rate that isn't above 0, too few pairs or none that is answered
             correctly, a point or a model from which no gradient comes back.
         UnknownHookError: A site that the model doesn't have.
 
@@ -125,6 +125,8 @@ def das(
     need_gradients(model, "das()", "interchange() with a subspace of pl.subspaces")
     check_pairs(pairs, "denoise")
     chosen_sides(model, pairs, "das()")
+    if not (isinstance(lr, (int, float)) and 0 < lr < math.inf):  # also NaN
+        raise InputError(f"lr={lr!r}: the learning rate must be a number above 0")
     schedule = Schedule(whole_number("steps", steps), lr, whole_number("batch_size", batch_size), seed)
     tests: dict[str, Any] = {"batch_size": max(64, batch_size), "memory": memory, "seed": seed}
     with differentiable():

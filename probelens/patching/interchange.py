@@ -23,6 +23,7 @@ from probelens.patching.interchange_result import InterchangeResult
 from probelens.patching.interchange_rows import groups_of_pairs, interchange_rows
 from probelens.patching.pairs import Column, check_pairs, check_positions, chosen_sides, columns, length_at
 from probelens.patching.plan import Source
+from probelens.probing.result import read_above
 from probelens.results.sentences import count
 from probelens.running.sweep.conditions import Condition
 from probelens.running.sweep.plan import SweepPlan, plan
@@ -47,12 +48,14 @@ class InterchangePlan:
         sweep: The interchanged runs, with the base run.
         source: The run that activations come from.
         same: The interchanged runs of pairs that agree in the variable; None without any.
+        same_source: The run of their other side; None without any.
         parts: The interchange of each run.
     """
 
     sweep: SweepPlan
     source: SweepPlan
     same: SweepPlan | None
+    same_source: SweepPlan | None
     parts: list[Swapped]
     _values: Source
     _same_values: Source | None
@@ -84,11 +87,14 @@ class InterchangePlan:
             if self._same_values is not None:
                 self._same_values.forget()
         source = self.source.run()
+        agreeing = None
+        if same is not None and self.same_source is not None and self._same_groups is not None:
+            agreeing = same.values, same.base, self.same_source.run().base, self._same_groups
         # Of each run: whether the answer is the source's, whether it is the base's, the logit difference.
         correct = (source.base[:, 0] > 0) & (run.base[:, 1] > 0) if correct is None else correct
         rows = interchange_rows(
             [p.about for p in self.parts], run.values, run.base, source.base, correct, self._groups,
-            None if same is None or self._same_groups is None else (same.values, same.base, self._same_groups),
+            agreeing,
         )  # fmt: skip
         return InterchangeResult(rows, run.values[..., 0] > 0, correct, run.path)
 
@@ -153,8 +159,14 @@ def interchange_plan(
             always=base.always, attention_mask=base.told, memory=memory,
         ), values  # fmt: skip
 
+    def unedited(of: Sides) -> SweepPlan:
+        return plan(
+            model, of.clean.examples, (), of.clean.read, batch_size=sweep.batch_size, attention_mask=of.clean.told,
+            memory=memory,
+        )  # fmt: skip
+
     sweep, values = planned(sides, parts)
-    same = same_values = None
+    same = same_values = same_source = None
     if same_pairs is not None:
         check_pairs(same_pairs, "denoise")
         if isinstance(pos, Tensor):
@@ -170,12 +182,12 @@ def interchange_plan(
         by_label = dict(zip(labels, again, strict=True))
         targets = [(p, by_label[p.about["pos"]]) for p, _ in parts if p.about["condition"] == "target"]
         same, same_values = planned(alike, targets)
-    source = plan(
-        model, sides.clean.examples, (), sides.clean.read, batch_size=sweep.batch_size,
-        attention_mask=sides.clean.told, memory=memory,
-    )  # fmt: skip
+        same_source = unedited(alike)
+    source = unedited(sides)
     agreeing = None if same_pairs is None else groups_of_pairs(same_pairs)
-    return InterchangePlan(sweep, source, same, [p for p, _ in parts], values, same_values, grouped, agreeing)
+    return InterchangePlan(
+        sweep, source, same, same_source, [p for p, _ in parts], values, same_values, grouped, agreeing
+    )
 
 
 def interchange(
@@ -227,7 +239,7 @@ def interchange(
         label: Label of a ``ProbeResult``; needed where it has several.
         rank: At most so many of these directions, the first ones; None for all.
         same_pairs: ``PatchPairs`` whose two sides agree in the variable: the answer, the second of ``answers``, must stay
-            (row "same_value").
+            (row "same_value"; its ``stays_anyway`` says how often the clean run has it, too).
         groups: Which pairs are not independent, such as those of one sequence; None for ``pairs.groups`` where there are
             any, otherwise pairs with one clean sequence are a group. (example,)
         controls: Draws of each random control; None for 20.
@@ -249,11 +261,13 @@ def interchange(
         - "unspecific": a control does it as often, or the answer moves between runs that agree in the variable;
         - "not here": not even the full swap moves the answer;
         - "unread": noise does not change the output at all;
+        - "unreadable": Q works, but the probe that it is taken from reads no more there than the best guess without
+          activations, so that its class means differ by what goes with the label, such as the token;
         - "no control": the answer follows Q, but no control was drawn that does not contain it;
         - "underpowered": the intervals are too wide to say.
 
         A control that shares 0.3 or more of the target (``control_overlap``) contains it and is no control; it is left
-        out of the verdict. The column ``why`` has the reason where the word doesn't.
+        out of the verdict, and ``controls_left_out`` and the findings say how many are. The column ``why`` has the reason where the word doesn't.
 
     Units:
         Fractions of pairs.
@@ -280,6 +294,7 @@ def _given(
 ) -> Given:
     """The subspaces of the sites asked for: those of a mapping, or directions of probes."""
     means: dict[str, Tensor] = {}
+    read: dict[str, str] = {}
     if isinstance(subspaces, Mapping):
         if label is not None:
             raise InputError(f"label={label!r} names a label of a ProbeResult, and a mapping of subspaces was given")
@@ -290,13 +305,14 @@ def _given(
         spaces = by_point(model, subspaces)
     else:
         spaces = by_point(model, spaces_of(subspaces, label, directions, rank))
+        known = None if len(subspaces.labels) == 1 else label
+        read = by_point(model, {site: read_above(subspaces.row(site, known)) for site in subspaces.sites})
         # A result that was saved without class means has its probes' rows only.
         if directions != "filter":
-            known = None if len(subspaces.labels) == 1 else label
             means = by_point(model, {site: subspaces.directions(site, known).class_means for site in subspaces.sites})
     if sites is not None:
         wanted = [point.name for point in resolve(model, sites)]
         if missing := [name for name in wanted if name not in spaces]:
             raise InputError(f"no subspace is given for {missing[0]!r}. Given: {', '.join(spaces)}")
         spaces = {name: spaces[name] for name in wanted}
-    return Given(spaces, definition_of(subspaces, directions), means)
+    return Given(spaces, definition_of(subspaces, directions), means, read)

@@ -93,11 +93,13 @@ class Given:
         spaces: Site to Subspace or Eraser, or to a mapping from head to one.
         directions: The definition; None for a mapping, whose subspaces have labels.
         means: Site to rows whose outer products sum to the between-class covariance, where probes know them. (class, d)
+        readable: Site to whether its probe reads the label there, "yes", "no" or "can't tell"; empty for a mapping.
     """
 
     spaces: dict[str, Any]
     directions: str | None
     means: Mapping[str, Tensor]
+    readable: Mapping[str, str]
 
 
 def parts_at(
@@ -129,6 +131,7 @@ def parts_at(
             change[:, columns],
             given.directions or space.label or "given",
             given.means.get(name),
+            given.readable.get(name),
         )
         if here.width != space.d:
             raise ShapeError(
@@ -155,6 +158,7 @@ class Here:
     change: Tensor
     directions: str
     means: Tensor | None
+    readable: str | None
 
     @property
     def width(self) -> int:
@@ -186,7 +190,7 @@ class Here:
         left, right = factors(space)
         between = None if self.means is None else between_share(space, self.means)
         about = self.about("target", space.rank, directions=self.directions, between_variance=between)
-        about.update(control_problem=None, illusory=None, illusory_why=None)
+        about.update(control_problem=None, illusory=None, illusory_why=None, readable=self.readable)
         target = space if isinstance(space, Subspace) else Subspace(torch.linalg.qr(space.left).Q.mT, space.mean)
         rest = self.about("complement", self.width - space.rank)
         out = [self._everything(), self.swap(about, left, right), self.swap(rest, left, right, complement=True)]

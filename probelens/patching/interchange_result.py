@@ -10,7 +10,8 @@ from torch import Tensor
 
 from probelens.results.columns import Column
 from probelens.results.rows import Rows
-from probelens.results.sentences import count, layers, percent, place, positions
+from probelens.results.sentences import count, percent, place, positions, sites
+from probelens.subspaces.matched import OVERLAP
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -63,12 +64,27 @@ class InterchangeResult(Rows):
         ),
         Column("between_variance", float | None, "Share of the between-class variance that it carries; None for one given.", SHARE, TARGETS),
         Column("control_overlap", float | None, "Share of the target that a control shares; from 0.3 on it is no control.", SHARE),
+        Column(
+            "controls_left_out", str | None,
+            'How many controls share 0.3 or more of the target, by kind, and are left out: "3 of 20 random"; None where none does.',
+            on=TARGETS,
+        ),
         Column("control_problem", str | None, "Why controls that were asked for are missing, or None.", on=TARGETS),
+        Column(
+            "readable", str | None,
+            "Whether the probe that the subspace is taken from reads more there than the best guess without activations: \"yes\", "
+            "\"no\" or \"can't tell\"; None for one given.", on=TARGETS,
+        ),
         Column("n", int, "Pairs counted: those that both runs answer correctly.", "pairs"),
         Column("n_groups", int, "Independent groups of these pairs.", "groups"),
         Column("iia", float | None, "Pairs whose argmax over all classes is the source's answer; None without pairs.", SHARE),
         Column("iia_lo", float, "Lower end of its 95 % interval, exact for independent pairs.", SHARE),
         Column("iia_hi", float, "Upper end of it.", SHARE),
+        Column(
+            "stays_anyway", float | None,
+            "Share of the pairs that agree in the variable whose clean run, too, gives the answer that must stay; a small one is "
+            "a sign that they don't agree.", SHARE, '"same_value"',
+        ),
         Column("recovery", float | None, "Share of the logit difference between the runs that moves; not clipped.", SHARE),
         Column("changed", bool, "Whether any logit that is read changes by more than rounding."),
         Column("p", float | None, "Share of the control draws with an IIA as high, the target counted among them.", SHARE, TARGETS),
@@ -81,7 +97,8 @@ class InterchangeResult(Rows):
         Column("illusory_why", str | None, "Why `illusory` is None.", on=TARGETS),
         Column(
             "verdict", str,
-            '"used", "used elsewhere", "spread", "not here", "unread", "illusory", "unspecific", "no control" or "underpowered".',
+            '"used", "used elsewhere", "spread", "not here", "unread", "unreadable", "illusory", "unspecific", "no control" or '
+            '"underpowered".',
             "", TARGETS,
         ),
         Column("why", str | None, "What the verdict rests on, where its word does not say it.", on=TARGETS),
@@ -122,7 +139,10 @@ class InterchangeResult(Rows):
         words: dict[str, list[dict[str, Any]]] = {}
         for row in targets:
             words.setdefault(row["verdict"], []).append(row)
-        lines.append(f"Verdict: {'; '.join(f'{word} at {_at(rows)}{_why(rows)}' for word, rows in words.items())}.")
+        lines += _left_out(targets)
+        lines.append(
+            f"Verdict: {'; '.join(f'{word} at {_at(rows, targets)}{_why(rows)}' for word, rows in words.items())}."
+        )
         return lines
 
     def plot(self, title: str | None = None) -> go.Figure:
@@ -134,6 +154,16 @@ class InterchangeResult(Rows):
         from probelens.results import plots
 
         return plots.interchange(self.to_dataframe(), title=title)
+
+
+def _left_out(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Which controls contain the subspace and don't count, as a sentence; none where all count."""
+    alike: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row.get("controls_left_out"):
+            alike.setdefault(row["controls_left_out"], []).append(row)
+    found = "; ".join(f"{what} at {_at(here, rows)}" for what, here in alike.items())
+    return [f"Controls that share {OVERLAP:g} or more of the subspace, so are left out: {found}."] if found else []
 
 
 def _named(row: dict[str, Any]) -> str:
@@ -152,12 +182,12 @@ def _why(rows: Sequence[dict[str, Any]]) -> str:
     return f" ({why})" if why else ""
 
 
-def _at(rows: Sequence[dict[str, Any]]) -> str:
-    """Where rows were measured, layers with the same positions together: "layer 0, positions 1 to 4"."""
-    by_layer: dict[int, dict[str, None]] = {}
+def _at(rows: Sequence[dict[str, Any]], among: Sequence[dict[str, Any]]) -> str:
+    """Where rows were measured, sites with the same positions together: "layer 0, positions 1 to 4"."""
+    by_site: dict[tuple[Any, str], dict[str, None]] = {}
     for row in rows:
-        by_layer.setdefault(row["layer"], {})[row["pos"]] = None
-    alike: dict[str, list[int]] = {}
-    for layer, found in by_layer.items():
-        alike.setdefault("" if "all" in found else f", {positions(found)}", []).append(layer)
-    return ", and at ".join(f"{layers(at)}{said}" for said, at in alike.items())
+        by_site.setdefault((row["layer"], row["site"]), {})[row["pos"]] = None
+    alike: dict[str, list[dict[str, Any]]] = {}
+    for (layer, site), found in by_site.items():
+        alike.setdefault("" if "all" in found else f", {positions(found)}", []).append({"layer": layer, "site": site})
+    return ", and at ".join(f"{sites(at, among)}{said}" for said, at in alike.items())

@@ -17,6 +17,7 @@ from probelens.subspaces.matched import OVERLAP
 __all__ = ["groups_of_pairs", "interchange_rows", "share", "verdict"]
 
 WORKS, CHANCE = 0.5, 0.2
+_DOUBT = "the model itself answers most of their clean sides otherwise"
 _CONTROLS = ("random", "random_matched", "orthogonal_pca")
 Cell = tuple[Any, Any, Any]
 
@@ -61,14 +62,14 @@ def interchange_rows(
     source: Tensor,
     correct: Tensor,
     groups: Tensor,
-    same: tuple[Tensor, Tensor, Tensor] | None,
+    same: tuple[Tensor, Tensor, Tensor, Tensor] | None,
 ) -> list[dict[str, Any]]:
     """Rows from what each run answered, those of pairs that agree behind the target that they belong to.
 
     ``values`` (row, example, 4) and ``base`` and ``source`` (example, 4) hold whether the answer is the source's, whether
     it is the base's, the logit difference, and a sum over all logits that changes when any does; ``correct`` (example,)
     the pairs that both runs answer correctly; ``groups`` (example,) which of them are not independent; ``same`` those of
-    pairs that agree in the variable: (target, example, 4), the base run's (example, 4), and their groups.
+    pairs that agree in the variable: (target, example, 4), the base run's and the source run's (example, 4), and their groups.
     """
     kept = correct.nonzero().flatten()
     gap = float((source[kept, 2] - base[kept, 2]).double().sum())
@@ -85,14 +86,15 @@ def interchange_rows(
     targets = [row for row in rows if row["condition"] == "target"]
     agreeing: dict[Cell, dict[str, Any]] = {}
     if same is not None:
-        swapped, before, same_groups = same
+        swapped, before, other, same_groups = same
         answered = (before[:, 1] > 0).nonzero().flatten()
+        anyway = float((other[answered, 1] > 0).double().mean()) if len(answered) else None
         for i, row in enumerate(targets):
             # Both runs have one answer, so "the source's" is the one that must stay.
             agreeing[_cell(row)] = {
                 **{k: row[k] for k in ("site", "layer", "head", "pos", "rank", "draw")}, "condition": "same_value",
                 "control_overlap": None, "variance": None, "recovery": None,
-                **share(swapped[i, answered, 1] > 0, same_groups[answered]),
+                **share(swapped[i, answered, 1] > 0, same_groups[answered]), "stays_anyway": anyway,
                 "changed": not agree(swapped[i, :, 3], before[:, 3], half=False),
             }  # fmt: skip
     cells: dict[Cell, list[dict[str, Any]]] = {}
@@ -101,6 +103,7 @@ def interchange_rows(
     _tests(cells, targets)
     for row in targets:
         here = cells[_cell(row)] + ([agreeing[_cell(row)]] if agreeing else [])
+        row["controls_left_out"] = _left_out(here)
         _illusion(row, here)
         row["verdict"], row["why"] = verdict(here)
     if not agreeing:
@@ -138,6 +141,13 @@ def _tests(cells: dict[Cell, list[dict[str, Any]]], targets: Sequence[dict[str, 
 
 def _contains(row: dict[str, Any]) -> bool:
     return row["control_overlap"] is not None and row["control_overlap"] >= OVERLAP
+
+
+def _left_out(rows: Sequence[dict[str, Any]]) -> str | None:
+    """Which controls contain the target: "3 of 20 random_matched"; None where none does."""
+    drawn = {kind: [r for r in rows if r["condition"] == kind] for kind in _CONTROLS}
+    found = {kind: sum(map(_contains, here)) for kind, here in drawn.items()}
+    return ", ".join(f"{n} of {len(drawn[kind])} {kind}" for kind, n in found.items() if n) or None
 
 
 def _bound(rows: Sequence[dict[str, Any]]) -> tuple[float | None, str | None]:
@@ -205,9 +215,15 @@ def verdict(rows: Sequence[dict[str, Any]]) -> tuple[str, str | None]:
     if parts and target.get("illusory") is None and not by_kind["null_space"]["changed"]:
         return "underpowered", target.get("illusory_why")
     if same is not None and same["iia_hi"] < 1 - CHANCE:
-        return "unspecific", "the answer moves also between runs that agree in the variable"
+        why = "the answer moves also between runs that agree in the variable"
+        doubt = same.get("stays_anyway")
+        return "unspecific", why if doubt is None or doubt >= WORKS else f"{why}, if they do: {_DOUBT}"
     if same is not None and same["iia_lo"] < 1 - CHANCE:
         return "underpowered", "too few pairs that agree in the variable to say that their answer stays"
+    if target.get("readable") == "no":
+        return "unreadable", "the probe reads no more there than the best guess without activations"
+    if target.get("readable") == "can't tell":
+        return "underpowered", "the interval of the probe doesn't say whether it reads the label there"
     if complement["iia_hi"] < CHANCE:
         return "used", None
     if complement["iia"] >= CHANCE:

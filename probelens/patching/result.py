@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["PatchResult"]
 
 GAP = "fraction of the gap"
+ROUNDING = 1e-6  # of the metric's size: a smaller difference of means is none
 
 
 def need_answered(correct: Tensor) -> None:
@@ -130,9 +131,10 @@ class PatchResult(Result):
             raise MetricError(
                 "the metric is NaN for some pairs, so there is no gap to restore. Mask those pairs, or fix the metric."
             )
-        if not bool(gap.abs() > 1e-12):
+        size = max(run[rows].double().abs().mean().item() for run in (self.clean, self.corrupted))
+        if not bool(gap.abs() > ROUNDING * size):
             raise MetricError(
-                "clean and corrupted runs have the same mean metric, so there is no gap to restore. "
+                "clean and corrupted runs have the same mean metric up to rounding, so there is no gap to restore. "
                 "Check that the pairs differ in what the metric reads."
             )
         done = moved.mean(-1) / gap
@@ -264,7 +266,7 @@ class PatchResult(Result):
                 else f"is the same on clean and corrupted runs, {means[0]}"
             )
             return [*lines, f"{self.metric} {why}, so there is no gap to recover."]
-        lines.append(f"{self.metric} is {means[0]} on clean runs and {means[1]} on corrupted ones.")
+        lines.append(f"{self.metric} is {means[0]} on clean runs and {means[1]} on corrupted ones.{self._doubt()}")
         i, j = divmod(int(recovery.nan_to_num(-torch.inf).argmax()), len(self.positions))
         cell = dataclasses.replace(self, values=self.values[i : i + 1, j : j + 1])
         low, high = (end.item() for end in cell.interval())
@@ -279,6 +281,22 @@ class PatchResult(Result):
         much = [[p for j, p in enumerate(self.positions) if recovery[i, j] >= 0.5] for i in range(len(spots))]
         found = [f"  {spot}, {positions(at)}" for spot, at in zip(spots, much) if at]
         return [*lines, "Half of the gap or more:", *found] if found else [*lines, "Half of the gap or more: nowhere."]
+
+    def _doubt(self) -> str:
+        """A warning where the gap that recoveries are shares of is lost in the differences between pairs."""
+        from probelens.numerics.stats import hierarchical_bootstrap
+
+        gap = (self.clean - self.corrupted)[self.correct].double()
+        if len(gap) < 2:
+            return ""
+        found = hierarchical_bootstrap(gap[None], n_draws=1000)
+        low, high = float(found.low), float(found.high)
+        if not low <= 0 <= high:
+            return ""
+        return (
+            f" Their gap, {valued(gap.mean().item())}{between(low, high)}, can't be told from 0, so shares of it say nothing. "
+            "Orient the pairs so that it has one sign, or take another metric."
+        )
 
     def plot(self, tokens: Sequence[str] | None = None, correct_only: bool = True) -> go.Figure:
         """Heat map of recovery, layer by position, with intervals in the hover text.

@@ -18,7 +18,7 @@ from probelens.results.sentences import between, count, fixed, hundredths, liste
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["CONTROL", "TASK", "UNTRAINED", "ProbeResult", "key"]
+__all__ = ["CONTROL", "TASK", "UNTRAINED", "ProbeResult", "best_guess", "key", "read_above"]
 
 _CLASSES, _NUMBERS, _TOKENS, _MDL = "class labels", "numeric labels", "task rows", "task rows, with mdl"
 _BASELINES = {
@@ -26,6 +26,7 @@ _BASELINES = {
     "untrained": "untrained model",
 }  # fmt: skip
 
+MARGIN = 0.02  # up to so far above its best baseline a score counts as nothing read
 _LITTLE = 0.01  # a share of the variance below which a direction carries almost none
 LOCATED = ("pattern", "class_means", "leace_left", "leace_right")
 TASK, CONTROL, UNTRAINED = "task", "control_task", "untrained"
@@ -406,3 +407,16 @@ def _hardly_any(row: Mapping[str, Any]) -> bool:
     if "filter_variance" not in row:
         return False
     return bool(row["filter_variance"] < min(_LITTLE, row["class_means_variance"] / 10))
+
+
+def best_guess(row: Mapping[str, Any]) -> float:
+    """The best score without activations that a row of probes holds."""
+    return max([0.0, *(row[k] for k in ("majority", "position", "last_w") if row.get(k) is not None)])
+
+
+def read_above(row: Mapping[str, Any], baseline: float = 0.0) -> str:
+    """Whether a probe's interval is over its best baseline by more than ``MARGIN``: "yes", "no" or "can't tell"."""
+    low, high, bound = row["lo"], row["hi"], max(baseline, best_guess(row)) + MARGIN
+    if low is None or high is None or low != low or high != high:
+        return "can't tell"
+    return "yes" if low > bound else "no" if high <= bound else "can't tell"

@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 from probelens.errors import MetricError
 from probelens.patching.result import PatchResult
+from probelens.probing.result import best_guess, read_above
 from probelens.results.columns import Column
 
-__all__ = ["ANSWERS", "BY_CONSTRUCTION", "MARGIN", "interchanged", "needed", "patched", "readable"]
+__all__ = ["ANSWERS", "BY_CONSTRUCTION", "interchanged", "needed", "patched", "readable"]
 
 Answer = Literal["yes", "no", "can't tell"]
-MARGIN = 0.02  # above its best baseline a probe's accuracy reads nothing
 HALF = 0.5
 BY_CONSTRUCTION = (
     "by_construction"  # in a patch result's ``extra``: cells, as [site, position], whose recovery is fixed in advance
@@ -60,8 +60,7 @@ def _answer(low: float | None, high: float | None, bound: float) -> Answer:
 
 def readable(row: Mapping[str, Any], baseline: float) -> dict[str, Any]:
     """Whether a probe reads more than the best guess without a state."""
-    guess = max([baseline, *(row[k] for k in ("majority", "position", "last_w") if row.get(k) is not None)])
-    return {"readable": _answer(row["lo"], row["hi"], guess + MARGIN), "baseline": guess}
+    return {"readable": read_above(row, baseline), "baseline": max(baseline, best_guess(row))}
 
 
 def needed(target: Mapping[str, Any] | None, beside: Mapping[str, Any] | None, readable: str) -> dict[str, Any]:
@@ -72,6 +71,8 @@ def needed(target: Mapping[str, Any] | None, beside: Mapping[str, Any] | None, r
         out.update(
             filter_drop=beside["drop"], filter_refit_accuracy=beside.get("refit_accuracy"),
         )  # fmt: skip
+        if beside.get("variance") is not None:
+            out["filter_variance"] = beside["variance"]  # of the rows on which `variance` is measured
     return out
 
 
@@ -109,7 +110,7 @@ def interchanged(rows: Sequence[Mapping[str, Any]], site: str, readable: str) ->
     target, word = here["target"], here["target"]["verdict"]
     out.update({k: target[k] for k in ("iia", "iia_lo", "iia_hi")})
     out.update(interchange=word, iia_complement=here["complement"]["iia"])
-    no = ("used elsewhere", "not here", "illusory", "unread")
+    no = ("used elsewhere", "not here", "illusory", "unread", "unreadable")
     if word == "used" and readable != "yes":
         return {**out, "used": readable}
     return {**out, "used": "yes" if word == "used" else "no" if word in no else "can't tell"}

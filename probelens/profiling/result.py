@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Profile"]
 
 NAMES = {"accuracy": "accuracy", "r2": "R²", "mse": "squared error", "next_token_loss": "loss"}
+_HELD = " Of the sequences that are ablated, as `variance`, where the probe's rows were ablated."
 _COST = (
     "directions", "variance", "between_variance", "clean", "value", "drop", "damage", "effect", "effect_lo", "effect_hi",
     "effect_p", "effect_p_adjusted", "control_overlap", "refit_accuracy", "refit_mlp_accuracy", "verdict",
@@ -59,7 +60,10 @@ class Profile(Result):
 
     columns = (
         Column("model", str, "Name of the model."),
-        *ProbeResult.columns,
+        *(
+            dataclasses.replace(c, meaning=c.meaning + _HELD) if c.name == "filter_variance" else c
+            for c in ProbeResult.columns
+        ),
         *(dataclasses.replace(c, type=c.type | None) for c in ABLATION if c.name in _COST),
         Column("drop_lo", float | None, "Lower end of the 95 % interval of the drop, over sequences.", "fraction of 1"),
         Column("drop_hi", float | None, "Upper end of it.", "fraction of 1"),

@@ -94,3 +94,14 @@ def layers(found: Sequence[int | None]) -> str:
     if numbers:
         said.append(f"layer{'s' if len(numbers) > 1 else ''} {listed(numbers, 12)}")
     return " and ".join(said)
+
+
+def sites(rows: Iterable[Mapping[str, Any]], among: Iterable[Mapping[str, Any]]) -> str:
+    """Where rows were measured, in words: their layers; those that share a layer among all the sites by their names."""
+    by_layer: dict[Any, set[str]] = {}
+    for row in among:
+        by_layer.setdefault(row.get("layer"), set()).add(row["site"])
+    found = list(dict.fromkeys((row.get("layer"), row["site"]) for row in rows))
+    alone = [layer for layer, _ in found if layer is not None and len(by_layer[layer]) == 1]
+    named = [site for layer, site in found if layer is None or len(by_layer[layer]) > 1]
+    return " and ".join(filter(None, [layers(alone), listed(named, 12)]))

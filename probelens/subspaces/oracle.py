@@ -113,16 +113,14 @@ class QuadraticEraser(Result):
         """Erase from activations whose labels are known.
 
         Args:
-            x: Activations. (..., d)
-            y: Class ids. (...)
-            mask: True where to erase; elsewhere labels may be anything. (...)
+            Those of ``OracleEraser``; labels are class ids.
 
         Returns:
-            Activations of the same shape, dtype and device, computed in float64.
+            As ``OracleEraser``.
 
         Raises:
-            InputError: No labels, or a class that wasn't in the fit.
-            ShapeError: Another width, or labels that don't fit.
+            InputError: As ``OracleEraser``.
+            ShapeError: As ``OracleEraser``.
         """
         x, y, keep = _checked(self, x, y, mask, len(self.mean))
         columns, out = _columns(y, self.classes, keep), to_float64(x).clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import probelens as pl
+from probelens.errors import InputError
 from probelens.patching.das_result import judged
 from probelens.patching.das_training import Learned, Lesson, Schedule, Swaps, learn, learn_rank
 from probelens.patching.pairs import chosen_sides
@@ -344,3 +346,10 @@ def test_bad_input_is_named() -> None:
         pl.das(model, pairs, RESID, 4, 2, steps=0)
     with pytest.raises(pl.UnknownHookError):
         pl.das(model, pairs, "blocks.7.hook_resid_post", 4, 2)
+
+
+@pytest.mark.parametrize("lr", [math.nan, 0.0, -1.0, math.inf, None])
+def test_a_learning_rate_that_is_none_is_named(lr: float) -> None:
+    model, pairs = planted()
+    with pytest.raises(InputError, match="the learning rate must be a number above 0"):
+        pl.das(model, pairs, RESID, 4, 2, lr=lr)

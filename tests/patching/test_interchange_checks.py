@@ -12,8 +12,9 @@ from test_interchange import answers_by_hand, axis, known, own_pairs
 from torch import nn
 
 import probelens as pl
-from probelens.examples.planted import NEURONS, POST, illusory
-from probelens.patching.interchange import interchange
+from probelens.examples import planted
+from probelens.examples.planted import NEURONS, POST, SITE, illusory
+from probelens.patching.interchange import CONTROLS, interchange
 from probelens.patching.interchange_reader import reader_of
 from probelens.patching.interchange_rows import share, verdict
 
@@ -271,3 +272,59 @@ def test_a_verdict_that_rests_on_the_illusion_check_waits_for_it() -> None:
     assert verdict([{**target, "illusory": True}, *four, unread])[0] == "illusory"
     # Where the null space moves the output, the map is not the only reader, and there is no check.
     assert verdict([target, *four, {**unread, "changed": True}])[0] == "used"
+
+
+@pytest.mark.parametrize(
+    ("interval", "word", "readable"),
+    [((0.60, 0.65), "used", "yes"), ((0.50, 0.52), "unreadable", "no"), ((0.50, 0.56), "underpowered", "can't tell")],
+)
+def test_where_the_probe_reads_no_more_than_a_guess_its_class_means_are_not_used(
+    interval: tuple[float, float], word: str, readable: str
+) -> None:
+    # z goes with y, which the model uses, so the class means of z differ along y.
+    made = planted.unused()
+    y = made.fit.labels["y"]
+    z = torch.where(torch.rand(y.shape, generator=torch.Generator().manual_seed(0)) < 0.6, y, 1 - y)
+    probes = pl.probe(pl.collect(made.model, made.fit, SITE), {"z": z}, made.fit.groups, mask=made.fit.mask, tokens=y)
+    probes.rows[0] |= {"majority": 0.5, "position": 0.5, "last_w": 0.51, "lo": interval[0], "hi": interval[1]}
+    found = pl.interchange(made.model, made.pairs(lambda t: t ^ 1), probes, pos=planted.LENGTH - 1, controls=5)
+    (row,) = found.targets()
+    assert (row["verdict"], row["readable"]) == (word, readable)
+    assert row["iia_lo"] > 0.9, "the answer follows all the same"
+    assert word == "used" or "probe" in row["why"]
+    # The only reader's subspace is one of sixteen directions, which equal variance can't avoid.
+    left = {kind: [r["control_overlap"] for r in found.rows if r["condition"] == kind] for kind in CONTROLS}
+    said = [f"{sum(o >= 0.3 for o in all_)} of {len(all_)} {kind}" for kind, all_ in left.items() if max(all_) >= 0.3]
+    assert said
+    assert row["controls_left_out"] == ", ".join(said)
+    assert f"so are left out: {row['controls_left_out']} at layer 0, position 11." in str(found)
+
+
+def test_where_no_control_contains_the_subspace_none_is_said_to_be_left_out() -> None:
+    made = planted.unused()
+    wide = pl.subspaces.random(1, planted.WIDTH, seed=3)
+    found = pl.interchange(
+        made.model, made.pairs(lambda t: t ^ 1), {SITE: wide}, pos=planted.LENGTH - 1, controls=1, kinds=("orthogonal_pca",)
+    )  # fmt: skip
+    assert found.targets()[0]["controls_left_out"] is None
+    assert found.targets()[0]["readable"] is None
+    assert "left out" not in str(found)
+
+
+def test_pairs_said_to_agree_that_differ_are_noticed() -> None:
+    made = planted.unused()
+    space = pl.subspaces.class_means(made.acts(made.fit), made.fit.labels["y"])
+    pairs, alike = made.pairs(lambda t: t ^ 1), made.held.tokens.clone()
+    alike[:, -1] ^= 2  # z, which nothing reads
+    y, at = made.held.labels["y"][:, -1], torch.full((len(alike),), planted.LENGTH - 1)
+    same = pl.PatchPairs(alike, made.held.tokens, at, at, torch.stack([1 - y, y], 1))
+    for other, stays, anyway in ((same, 1.0, 1.0), (pairs, 0.0, 0.0)):
+        found = pl.interchange(
+            made.model, pairs, {SITE: space}, same_pairs=other, pos=planted.LENGTH - 1, controls=0, kinds=("orthogonal_pca",)
+        )  # fmt: skip
+        row = found.find(condition="same_value")
+        assert (row["iia"], row["stays_anyway"]) == (stays, anyway)
+    assert found.targets()[0]["verdict"] == "unspecific"
+    assert found.targets()[0]["why"].endswith(
+        "if they do: the model itself answers most of their clean sides otherwise"
+    )

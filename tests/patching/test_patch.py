@@ -127,6 +127,21 @@ def test_no_correct_pair_and_no_gap_are_errors() -> None:
         flat.recovery()
 
 
+def test_a_gap_of_rounding_is_none_and_one_lost_among_the_pairs_is_said_to_be() -> None:
+    kw = {"sites": ["hook_embed"], "layers": [-1], "positions": ["0"], "metric": "value"}
+    gen = torch.Generator().manual_seed(0)
+    clean, right = 1 + torch.rand(40, generator=gen), torch.ones(40, dtype=torch.bool)
+    rounded = pl.PatchResult(torch.rand(1, 1, 40), clean, clean * (1 + 1e-7), right, **kw)
+    with pytest.raises(pl.MetricError, match="up to rounding"):
+        rounded.recovery()
+    shift = torch.randn(40, generator=gen)
+    either = pl.PatchResult(torch.rand(1, 1, 40), clean, clean + shift - shift.mean() + 0.01, right, **kw)
+    assert "Their gap, -0.01 [-0." in str(either)
+    assert "can't be told from 0, so shares of it say nothing" in str(either)
+    clear = pl.PatchResult(torch.rand(1, 1, 40), clean, clean + shift.abs(), right, **kw)
+    assert "can't be told" not in str(clear)
+
+
 def test_attribution_is_exact_where_the_model_is_linear_and_close_for_small_changes() -> None:
     class Sum(torch.nn.Module):
         def __init__(self) -> None:

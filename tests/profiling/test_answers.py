@@ -53,7 +53,7 @@ def test_sufficiency_leaves_out_cells_that_are_one_by_construction() -> None:
     [
         ("used", "yes", "yes"), ("used", "no", "no"), ("used", "can't tell", "can't tell"), ("illusory", "yes", "no"),
         ("used elsewhere", "yes", "no"), ("not here", "yes", "no"), ("spread", "yes", "can't tell"),
-        ("underpowered", "yes", "can't tell"),
+        ("underpowered", "yes", "can't tell"), ("unreadable", "no", "no"),
     ],
 )  # fmt: skip
 def test_used_is_said_only_of_what_can_be_read(word: str, read: str, used: str) -> None:
@@ -72,6 +72,16 @@ def test_needed_is_said_only_of_what_can_be_read() -> None:
     assert [ask(word, "no") for word in ("no", "can't tell")] == ["no", "can't tell"]
     beside = {"drop": 0.1, "refit_accuracy": 0.9}
     assert answers.needed(None, beside, "yes") == {"needed": None, "filter_drop": 0.1, "filter_refit_accuracy": 0.9}
+
+
+def test_shares_of_variance_side_by_side_are_of_the_same_rows(parity: SimpleNamespace) -> None:
+    found = parity.profile
+    filters = {row["layer"]: row["variance"] for row in found.filters["state"].targets()}
+    means = {row["layer"]: row["variance"] for row in found.ablations["state"].targets()}
+    assert parity.table["filter_variance"].to_dict() == pytest.approx(filters)
+    assert parity.table["variance"].to_dict() == pytest.approx(means)
+    fitted = {row["layer"]: row["filter_variance"] for row in found.probes.rows if row["control"] == "task"}
+    assert fitted != pytest.approx(filters), "the probe's own rows are others"
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from probelens.probing.intervals import accuracy_interval, r2_interval
 from probelens.results.columns import Column
 from probelens.results.result import Result
 from probelens.results.rows import Rows
-from probelens.results.sentences import place, positions
+from probelens.results.sentences import place, positions, sites
 from probelens.results.types import fits
 
 LENGTH = 8
@@ -464,3 +464,31 @@ def test_intervals_of_shares_and_of_r2_stay_in_their_range_and_others_are_as_the
     guess = truth + (torch.arange(24) < 6) * 2.0
     r2, low, high = r2_interval(guess, truth, keep, groups, 200, 0)
     assert low < r2 < high == 1
+
+
+def test_sites_of_one_layer_are_told_apart_by_name_in_findings() -> None:
+    rows = [{"site": f"blocks.{i}.hook_{name}", "layer": i} for i in (0, 1) for name in ("mixer_out", "resid_post")]
+    assert sites(rows[:1], rows[:3]) == "blocks.0.hook_mixer_out"
+    assert sites(rows[:2], rows[:3]) == "blocks.0.hook_mixer_out and blocks.0.hook_resid_post"
+    assert sites(rows[:1] + rows[2:3], rows[:1] + rows[2:3]) == "layers 0 and 1"
+    assert sites(rows[1:3], rows[:3]) == "layer 1 and blocks.0.hook_resid_post"
+    assert sites([{"site": "ln_final.hook_out", "layer": None}], rows) == "ln_final.hook_out"
+
+
+@pytest.mark.parametrize("metric", ["kl", "mse", "next_token_loss", "r2"])
+def test_the_effect_in_findings_has_the_sign_of_the_cost(metric: str) -> None:
+    sign = 1 if metric == "r2" else -1
+    result = ablation(metric, {"target": 0.4 * sign, "random": 0.1 * sign})
+    result.rows[0] |= {
+        "effect": 0.3 * sign, "effect_lo": min(0.2 * sign, 0.4 * sign), "effect_hi": max(0.2 * sign, 0.4 * sign),
+        "effect_against": "random", "effect_p": 0.01, "effect_p_adjusted": 0.01, "chance": None,
+    }  # fmt: skip
+    assert "Effect beyond random subspaces at equal rank: 0.30 [0.20, 0.40]" in str(result)
+
+
+def test_a_model_below_chance_is_asked_for_its_labels() -> None:
+    result = ablation()
+    result.rows[0] |= {"verdict": "floor", "clean": 0.05, "chance": 0.5}
+    assert "are the labels those that it answers with?" in str(result)
+    result.rows[0] |= {"clean": 0.45}
+    assert "near chance without any ablation" in str(result)

@@ -306,3 +306,9 @@ def test_classes_may_have_any_ids_also_where_later_batches_bring_new_ones():
     assert parts.cross_covariance.shape == (6, 4)
     torch.testing.assert_close(parts.cross_covariance, whole.cross_covariance)
     torch.testing.assert_close(parts.eraser(x), whole.eraser(x))
+
+
+def test_labels_may_be_true_and_false() -> None:
+    gen = torch.Generator().manual_seed(0)
+    x, y = torch.randn(200, 4, generator=gen), torch.rand(200, generator=gen) < 0.5
+    torch.testing.assert_close(pl.leace(x, y)(x), pl.leace(x, y.long())(x))
