@@ -73,10 +73,10 @@ def place(row: Mapping[str, Any]) -> str:
 
 def positions(found: Iterable[str]) -> str:
     """Positions in words: "position 3", "positions 1 to 4 and 7", "all positions", "one position of each pair"."""
-    named = {"all": "all positions", "per example": "one position of each pair"}
+    named = {"all": "all positions", "per example": "one position of each pair", "last": "the last position of each"}
     labels = list(found)
-    if labels and labels[0] in named:
-        return named[labels[0]]
+    if labels and not labels[0].isdigit():
+        return named.get(labels[0], f"the span {labels[0]!r}")
     spans: list[list[int]] = []
     for p in map(int, labels):
         if spans and p == spans[-1][-1] + 1:

@@ -346,3 +346,25 @@ def test_the_recovery_of_values_counts_each_pair_in_the_direction_of_its_own_gap
     assert mixed.interval()[0].item() < 0.5 < mixed.interval()[1].item()
     with pytest.raises(pl.MetricError, match="no gap to restore"):
         dataclasses.replace(found, metric="logit_diff").recovery()
+
+
+@pytest.mark.parametrize(
+    ("pos", "said"), [("last", "the last position of each"), ("differing", "the span 'differing'")]
+)
+def test_positions_with_a_name_are_said_by_it(pos: Any, said: str) -> None:
+    """What a result says must not fail where a position is no number: its repr then falls back to a list of fields."""
+    model = anything.case("embeddings").model
+    tokens = torch.randint(20, (12, 6), generator=torch.Generator().manual_seed(0))
+    other = (tokens + 1) % 20
+    with torch.no_grad():
+        answers = torch.stack([model(x)[:, -1].argmax(-1) for x in (tokens, other)], 1)
+    keep = answers[:, 0] != answers[:, 1]
+    spans = {"differing": torch.ones_like(tokens[keep], dtype=torch.bool)}
+    pairs = pl.PatchPairs(tokens[keep], other[keep], None, -1, answers[keep], spans=spans)
+    site = "blocks.1.hook_resid_post"
+    space = pl.subspaces.random(2, 16)
+    found = [
+        pl.patch(model, pairs, site, pos), pl.attribute(model, pairs, site, pos),
+        pl.interchange(model, pairs, {site: space}, pos=pos, controls=1),
+    ]  # fmt: skip
+    assert all(said in " ".join(result.findings()) for result in found)
