@@ -159,7 +159,7 @@ shares[["target", "full", "complement", "random"]].join(verdicts).reset_index()
 # there, which no ablation could say, since a model may also break because it never met an activation without the variable.
 # At layer 2 that is no surprise, as the logits are read from there. At layer −1 it says less than it seems to: an embedding of two
 # tokens varies along one line only, so the class means are the token itself. No probe reads the parity there, and what is
-# swapped is the bits. `pl.profile` says "used" only where a probe reads the label. Where in the sequence the parity is, is the
+# swapped is the bits. "used" is said only where a probe reads the label. Where in the sequence the parity is, is the
 # question of [patching](patch.md).
 #
 # | you did | and saw | so the variable is |
