@@ -130,13 +130,18 @@ _WEIGHTS = {
     "W_E", "W_pos", "W_E_pos", "W_U", "b_U", "W_Q", "W_K", "W_V", "W_O", "W_in", "W_out", "W_gate", "b_Q", "b_K",
     "b_V", "b_O", "b_in", "b_out", "QK", "OV", "blocks", "embed", "pos_embed", "ln_final", "unembed",
     "tokens_to_residual_directions", "accumulated_bias", "all_composition_scores", "fold_layer_norm",
-    "process_weights", "enable_compatibility_mode", "set_use_attn_result", "set_use_split_qkv_input",
-    "set_use_attn_in", "set_use_hook_mlp_in", "tl_parameters", "stack_params_for",
+    "process_weights", "enable_compatibility_mode", "tl_parameters", "stack_params_for",
 }  # fmt: skip
 _ELSEWHERE = {
     "generate": "call model.module.generate(...), inside `with model.hooks(...)` if hooks should act on it",
     "state_dict": "it is model.module.state_dict()",
     "named_parameters": "it is model.module.named_parameters()",
+    "set_use_attn_result": "cache.stack_head_results() gives what each head writes",
+    "set_use_hook_mlp_in": "blocks.0.hook_mlp_in can be hooked without it",
+    **dict.fromkeys(
+        ("set_use_split_qkv_input", "set_use_attn_in"),
+        "heads have no inputs of their own here; patch attn.hook_q, attn.hook_k and attn.hook_v",
+    ),
     "mod_dict": "the points are in model.hook_dict, the modules in model.module.named_modules()",
 }
 _CACHE_WEIGHTS = {

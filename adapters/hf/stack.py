@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from probelens.adapters.hf import attention as _attention
 from probelens.adapters.hf.blocks import (
@@ -25,6 +24,7 @@ from probelens.adapters.hf.blocks import (
 from probelens.adapters.hf.components import REASONS, TURNING, of_block, queries
 from probelens.adapters.hf.decoder import ENCODERS, HFAdapter, is_hf
 from probelens.hooks.forwards import attach_to_module, submodule
+from probelens.hooks.passes.turned import Layout
 from probelens.hooks.points import HookPoint, in_block
 from probelens.hooks.switchboard import Switchboard, Tap
 from probelens.hooks.wrapping import unadapted
@@ -214,7 +214,7 @@ class HFStack(HFAdapter):
         flat = ".mlp." in point.name or point.name.endswith((".hook_mlp_out", ".hook_resid_mid"))
         if point.block is not None and flat:
             # Some blocks (OPT's) and some mixtures of experts run on (batch · pos, d_model).
-            return _attach_unflattened(switchboard, point, submodule(self.module, self.blocks[point.block]))
+            switchboard.layouts[point.name] = Layout(point.axes, flat="batch", ndim=len(point.axes), declared=True)
         return attach_to_module(switchboard, point)
 
     def instrumented_paths(self) -> list[str]:
@@ -283,35 +283,3 @@ class HFStack(HFAdapter):
 def _is_linear(block: nn.Module) -> bool:
     kinds = (getattr(block, name, None) for name in ("block_type", "layer_type"))
     return any(kind == "linear_attention" for kind in kinds)
-
-
-class _Unflattened:
-    """A switchboard whose hooks see (batch, pos, ...) although the module gets (batch · pos, ...)."""
-
-    def __init__(self, switchboard: Switchboard, shapes: dict[int, tuple[int, int]]) -> None:
-        self.root, self.passes, self.layouts = switchboard.root, switchboard.passes, switchboard.layouts
-        self.listeners = switchboard.listeners
-        self._switchboard = switchboard
-        self._shapes = shapes
-
-    def fire(
-        self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None, last_use: bool = False,
-        call: int | None = None,
-    ) -> Tensor:  # fmt: skip
-        if tensor.ndim != 2:
-            return self._switchboard.fire(name, tensor, pos, length, last_use, call)
-        seen = tensor.unflatten(0, self._shapes[threading.get_ident()])
-        new = self._switchboard.fire(name, seen, pos, length, last_use, call)
-        return tensor if new is seen else new.flatten(0, 1)
-
-
-def _attach_unflattened(switchboard: Switchboard, point: HookPoint, block: nn.Module) -> list[Any]:
-    """Hooks that see (batch, pos, ...) also where a block flattens these two."""
-    shapes: dict[int, tuple[int, int]] = {}
-
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
-        shapes[threading.get_ident()] = (hidden.shape[0], hidden.shape[1])
-
-    handle = block.register_forward_pre_hook(note, with_kwargs=True, prepend=True)
-    return [handle, *attach_to_module(_Unflattened(switchboard, shapes), point)]

@@ -249,7 +249,7 @@ def attach_to_module(switchboard: Fires, point: HookPoint) -> list[Any]:
         tensor = value if isinstance(value, Tensor) else pad_packed_sequence(value, batch_first=True)[0]
         seen = site.to_hook(tensor) if isinstance(value, Tensor) else tensor
         if layout is not None and isinstance(value, Tensor):
-            seen = layout.to_hook(seen, now)
+            ndim, seen = seen.ndim, layout.to_hook(seen, now)
         version = version_of(seen)
         step = steps and layout is not None and seen.ndim < len(layout.axes or ())
         new = switchboard.fire(name, seen, 0 if step else None, 1 if step else None, call=call)
@@ -259,7 +259,7 @@ def attach_to_module(switchboard: Fires, point: HookPoint) -> list[Any]:
             if not copied or (version is not None and version_of(seen) == version):
                 return False, value
         if isinstance(value, Tensor):
-            back = site.from_hook(new if layout is None else layout.from_hook(new))
+            back = site.from_hook(new if layout is None else layout.from_hook(new, ndim))
             if site.carry is not None:
                 moved[threading.get_ident()] = back - value
             return True, back

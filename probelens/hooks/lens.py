@@ -39,6 +39,18 @@ class TransformerLensMethods:
         """Every advertised hook point by full name, in the order of the forward pass."""
         return dict(self.points.named)
 
+    def forward(self, *args: Any, **kw: Any) -> Any:
+        """Calling the model, by the name that modules have for it.
+
+        Args:
+            args: Inputs, and what else calling the model takes.
+            kw: The same by name.
+
+        Returns:
+            As calling the model does: logits (batch, pos, d_vocab), a loss (), both, None, or the residual.
+        """
+        return self(*args, **kw)  # type: ignore[operator]
+
     # -- hooks that stay ------------------------------------------------------------
 
     def add_hook(
@@ -159,12 +171,26 @@ class TransformerLensMethods:
 
         Returns:
             The dict (name to activation), forward hooks, backward hooks. A state point's value is
-            a list with one tensor (batch, ...) a step.
+            a list with one tensor (batch, ...) a step. What is asked for by another name of its point is under both.
         """
         cache = {} if cache is None else cache
         points = self.points.match(names_filter)[0]
         _, fwd, bwd = recorders(points, incl_bwd, device, None, pos_slice, cache, remove_batch_dim)
-        return cache, [(e.point.name, e.fn) for e in fwd], [(e.point.name, e.fn) for e in bwd]
+        asked = [names_filter] if isinstance(names_filter, str) else names_filter
+        others: dict[str, list[str]] = {}
+        for name in asked if isinstance(asked, list) else []:
+            if isinstance(name, str) and (full := self.points.alias(name)) != name:
+                others.setdefault(full, []).append(name)
+
+        def under_both(point: HookPoint, fn: HookFn, suffix: str = "") -> HookFn:
+            def record(tensor: Tensor, hook: HookPoint) -> None:
+                fn(tensor, hook=hook)
+                cache.update({name + suffix: cache[point.name + suffix] for name in others[point.name]})
+
+            return record if point.name in others else fn
+
+        forward = [(e.point.name, under_both(e.point, e.fn)) for e in fwd]
+        return cache, forward, [(e.point.name, under_both(e.point, e.fn, "_grad")) for e in bwd]
 
     # -- text ------------------------------------------------------------
 

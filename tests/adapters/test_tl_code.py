@@ -493,6 +493,21 @@ def test_caching_hooks_keep_every_example() -> None:
         model.run_with_hooks(x, forward, remove_batch_dim=True)
 
 
+def test_what_is_cached_by_another_name_is_under_both_and_forward_is_the_call() -> None:
+    model, x = pl.wrap(zoo.build("gpt2")), zoo.tokens(2)
+    for names in ("blocks.0.hook_out", ["blocks.0.hook_out", "hook_embed"]):
+        cache, forward, backward = model.get_caching_hooks(names, incl_bwd=True)
+        with model.hooks(forward, backward):
+            model.forward(x, return_type="loss").backward()
+        _, plain = model.run_with_cache(x, "resid_post", incl_bwd=True, return_type="loss")
+        for end in ("", "_grad"):
+            want = plain[f"blocks.0.hook_resid_post{end}"]
+            assert torch.equal(cache[f"blocks.0.hook_out{end}"], want)
+            assert cache[f"blocks.0.hook_resid_post{end}"] is cache[f"blocks.0.hook_out{end}"]
+    with pytest.raises(AttributeError, match="can be hooked without it"):
+        model.set_use_hook_mlp_in(True)
+
+
 def test_a_hook_point_whose_model_is_gone_says_so() -> None:
     import gc
 

@@ -60,6 +60,8 @@ class Layout:
         if self.axes is None:
             return tensor
         if self.flat:
+            if tensor.ndim >= len(self.axes):
+                return tensor  # declared to share an axis where this version of the model does so
             batch = None if now is None else now.batch
             if not batch or tensor.shape[0] % batch:
                 raise InputError(
@@ -71,9 +73,9 @@ class Layout:
             return tensor if by_batch else tensor.transpose(0, 1)
         return tensor.movedim(self.batch_axis, 0) if self.batch_axis else tensor
 
-    def from_hook(self, tensor: Tensor) -> Tensor:
-        """The inverse of ``to_hook``."""
-        if self.axes is None:
+    def from_hook(self, tensor: Tensor, ndim: int) -> Tensor:
+        """The inverse of ``to_hook``, of whose tensor ``ndim`` is the number of axes."""
+        if self.axes is None or (self.flat and ndim == tensor.ndim):
             return tensor
         if self.flat:
             return (tensor if self.flat == "batch" else tensor.transpose(0, 1)).flatten(0, 1)
