@@ -22,7 +22,7 @@ from probelens.adapters.mamba_ssm_files import load as load_checkpoint
 from probelens.errors import InputError
 from probelens.hooks.adapter import Adapter
 from probelens.hooks.config import ModelConfig, StopForward
-from probelens.hooks.forwards import device_of, refuse_replaced_forward, submodule, swapped_forward
+from probelens.hooks.forwards import device_of, refuse_replaced_forward, submodule, swapped_forward, this_thread
 from probelens.hooks.points import RESID, HookPoint
 from probelens.hooks.switchboard import Switchboard, Tap
 from probelens.kernels.ssm import is_mamba2, mamba2_mixer, mamba_mixer
@@ -105,14 +105,18 @@ class MambaSSM(Adapter):
             return super().attach(switchboard, point)
         block = submodule(self.module, point.module)
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+            if kwargs is None or not switchboard.listeners(point.name):
+                return None
             hidden, residual, rest = _inputs(args, kwargs)
             seen = _sum(hidden, residual)
             new = switchboard.fire(point.name, seen)
             return None if new is seen else (_pair(hidden, residual, new), rest)
 
-        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            hidden, residual = output
+        def after(module: nn.Module, args: Any, *given: Any) -> Any:
+            if not switchboard.listeners(point.name):
+                return None
+            hidden, residual = given[-1]
             seen = _sum(hidden, residual)
             new = switchboard.fire(point.name, seen)
             return None if new is seen else _pair(hidden, residual, new)
@@ -146,8 +150,8 @@ class MambaSSM(Adapter):
                 forward = _mixer_forward(module, tap)
             for norm in norms:
                 if norm is not None:
-                    stack.enter_context(swapped_forward(norm, _norm_forward(norm, self.fused)))
-            stack.enter_context(swapped_forward(module, forward))
+                    stack.enter_context(swapped_forward(norm, _norm_forward(norm, self.fused), here=tap.here))
+            stack.enter_context(swapped_forward(module, forward, here=tap.here))
             yield
 
     # -- starting and stopping at a block --------------------------------------------------------------------
@@ -156,7 +160,7 @@ class MambaSSM(Adapter):
     def stopping_at(self, layer: int) -> Iterator[None]:
         thread = threading.get_ident()
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> None:
             if threading.get_ident() == thread:
                 raise StopForward(_sum(*_inputs(args, kwargs)[:2]))
 
@@ -178,15 +182,13 @@ class MambaSSM(Adapter):
         if layer < len(self.blocks):
             resid = resid.to(device_of(submodule(self.module, self.blocks[layer])) or resid.device)
 
-        def passing(native: Callable[..., Any], index: int) -> Callable[..., Any]:
+        def passing(index: int) -> Callable[..., Any]:
             def forward(hidden: Tensor, residual: Tensor | None = None, **kw: Any) -> Any:
-                if threading.get_ident() != thread:
-                    return native(hidden, residual, **kw)
                 return (torch.zeros_like(hidden), resid) if index == len(self.blocks) - 1 else (hidden, residual)
 
             return forward
 
-        def feed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def feed(module: nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> Any:
             if threading.get_ident() != thread:
                 return None
             hidden, _, rest = _inputs(args, kwargs)
@@ -196,7 +198,7 @@ class MambaSSM(Adapter):
         with contextlib.ExitStack() as stack:
             for index, skipped in enumerate(self.blocks[:layer]):
                 block = submodule(self.module, skipped)
-                stack.enter_context(swapped_forward(block, passing(block.forward, index)))
+                stack.enter_context(swapped_forward(block, passing(index), here=this_thread()))
             if layer < len(self.blocks):
                 block = submodule(self.module, self.blocks[layer])
                 stack.enter_context(block.register_forward_pre_hook(feed, with_kwargs=True, prepend=True))

@@ -19,8 +19,9 @@ from torch import Tensor
 from probelens.errors import AdapterNotFoundError, InputError, ShapeError
 from probelens.hooks.adapter import Adapter
 from probelens.hooks.config import Call, StopForward
+from probelens.hooks.passes.entry import Entry
 from probelens.hooks.points import HookPoint, Site
-from probelens.hooks.switchboard import Entry, Switchboard
+from probelens.hooks.switchboard import Switchboard
 from probelens.hooks.wrapping import find_adapter
 
 __all__ = ["NNsight"]

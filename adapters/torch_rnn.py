@@ -6,7 +6,6 @@ Also the layers inside one fused, stacked module, of which plain PyTorch hooks s
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +16,15 @@ from probelens.adapters.hf.decoder import is_hf
 from probelens.errors import InputError
 from probelens.hooks.adapter import Adapter
 from probelens.hooks.config import Call, ModelConfig, StopForward
-from probelens.hooks.forwards import called_with, device_of, refuse_replaced_forward, submodule, swapped_forward
+from probelens.hooks.forwards import (
+    called_with,
+    device_of,
+    forward_now,
+    refuse_replaced_forward,
+    submodule,
+    swapped_forward,
+    this_thread,
+)
 from probelens.hooks.points import NOTES, RESID, HookPoint
 from probelens.hooks.switchboard import Tap
 from probelens.hooks.wrapping import own_layers, unadapted
@@ -152,7 +159,7 @@ class TorchRNN(Adapter):
 
         # What starts or stops inside the stack takes the place of this forward and keeps its tap.
         forward.tap = tap  # type: ignore[attr-defined]
-        return swapped_forward(rnn, forward)
+        return swapped_forward(rnn, forward, here=tap.here)
 
     def absent(self, name: str) -> str | None:
         if ".attn." in name or ".mlp." in name or name.endswith(("attn_out", "mlp_out", "resid_mid", "mixer_out")):
@@ -178,61 +185,57 @@ class TorchRNN(Adapter):
                 yield
             return
         path, j = self.layers[layer]
-        rnn, thread = self._rnn(path), threading.get_ident()
+        rnn, here = self._rnn(path), this_thread()
         if j == 0:
 
             def stop_before(module: nn.Module, args: tuple[Any, ...]) -> None:
-                if threading.get_ident() == thread:
+                if here():
                     raise StopForward(_position_first(rnn, args[0]))
 
             with rnn.register_forward_pre_hook(stop_before, prepend=True):
                 yield
             return
-        native = rnn.forward
+        tap = getattr(forward_now(rnn), "tap", None)
 
         def forward(input: Any, hx: Any = None) -> Any:
-            if threading.get_ident() != thread:
-                return native(input, hx)
-            return rnn_forward(rnn, input, hx, _StopAt(f"{j}.hook_in", getattr(native, "tap", None)))
+            return rnn_forward(rnn, input, hx, _StopAt(f"{j}.hook_in", tap))
 
-        with swapped_forward(rnn, forward):
+        with swapped_forward(rnn, forward, here=here):
             yield
 
     @contextlib.contextmanager
     def starting_at(self, layer: int, resid: Tensor) -> Iterator[None]:
-        thread = threading.get_ident()
+        here = this_thread()
         last, paths = layer >= len(self.layers), self.instrumented_paths()
         path, j = (self.after_blocks(), 0) if last else self.layers[layer]
         rnn = self._rnn(path)
         resid = resid.to(device_of(rnn) or resid.device)
 
         def feed(module: nn.Module, args: tuple[Any, ...]) -> Any:
-            return (_like(rnn, args[0], resid), *args[1:]) if threading.get_ident() == thread else None
+            return (_like(rnn, args[0], resid), *args[1:]) if here() else None
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._skipped(paths if last else paths[: paths.index(path)], thread))
+            stack.enter_context(self._skipped(paths if last else paths[: paths.index(path)]))
             if last:
                 stack.enter_context(called_with(rnn, resid))
             elif j == 0:
                 stack.enter_context(rnn.register_forward_pre_hook(feed, prepend=True))
             else:
-                native = rnn.forward
+                tap = getattr(forward_now(rnn), "tap", None)
 
                 def forward(input: Any, hx: Any = None) -> Any:
-                    if threading.get_ident() != thread:
-                        return native(input, hx)
-                    return rnn_forward(rnn, input, hx, getattr(native, "tap", None), start=(j, resid))
+                    return rnn_forward(rnn, input, hx, tap, start=(j, resid))
 
-                stack.enter_context(swapped_forward(rnn, forward))
+                stack.enter_context(swapped_forward(rnn, forward, here=here))
             yield
 
     @contextlib.contextmanager
-    def _skipped(self, paths: list[str], thread: int) -> Iterator[None]:
+    def _skipped(self, paths: list[str]) -> Iterator[None]:
         """Modules that return zeros of the right shape: what they would compute is replaced later."""
         with contextlib.ExitStack() as stack:
             for path in paths:
                 rnn = self._rnn(path)
-                stack.enter_context(swapped_forward(rnn, _blank(rnn, rnn.forward, thread), False))
+                stack.enter_context(swapped_forward(rnn, _blank(rnn), False, this_thread()))
             yield
 
 
@@ -271,10 +274,8 @@ def _width(rnn: nn.RNNBase) -> int:
     return (rnn.proj_size or rnn.hidden_size) * (2 if rnn.bidirectional else 1)
 
 
-def _blank(rnn: nn.RNNBase, native: Any, thread: int) -> Any:
+def _blank(rnn: nn.RNNBase) -> Any:
     def forward(input: Any, hx: Any = None) -> Any:
-        if threading.get_ident() != thread:
-            return native(input, hx)
         packed = isinstance(input, PackedSequence)
         data = input.data if packed else input
         zeros = data.new_zeros(*data.shape[:-1], _width(rnn))

@@ -173,6 +173,8 @@ class TransformerLens(Adapter):
         middle = point.name.endswith("hook_resid_mid")
 
         def fire(tensor: Any, hook: Any) -> Tensor | None:
+            if not switchboard.listeners(point.name):
+                return None
             if not isinstance(tensor, Tensor):
                 kind = type(tensor).__name__
                 raise ShapeError(f"hook point {point.name!r} holds a {kind}, and hooks see tensors only")

@@ -71,7 +71,7 @@ def instrumented(mixer: nn.Module, tap: Tap) -> contextlib.AbstractContextManage
             f"what lies inside a {type(mixer).__name__} is read from a reference forward, which gives other numbers than "
             "the mixer's own on a trial: something in it was exchanged. Stay at the points around it"
         )
-    return swapped_forward(mixer, _forward(mixer, tap))
+    return swapped_forward(mixer, _forward(mixer, tap), here=tap.here)
 
 
 def _reference_agrees(mixer: Any) -> bool:

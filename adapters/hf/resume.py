@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from probelens.hooks.forwards import submodule, swapped_forward
+from probelens.hooks.forwards import submodule, swapped_forward, this_thread
 from probelens.hooks.model import HookedModel
 from probelens.kernels.ssm import is_mamba2, mamba2_mixer, mamba_mixer
 from probelens.kernels.tap import NullTap
@@ -158,7 +158,7 @@ class Recurrent(Resumer):
 
         with contextlib.ExitStack() as stack:
             for i, mixer in enumerate(self.mixers):
-                stack.enter_context(swapped_forward(mixer, forward(i)))
+                stack.enter_context(swapped_forward(mixer, forward(i), here=this_thread()))
             yield
 
 

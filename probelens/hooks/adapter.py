@@ -26,6 +26,7 @@ from probelens.hooks.forwards import (
     submodule,
 )
 from probelens.hooks.passes.current import arguments
+from probelens.hooks.passes.turns import in_eval_mode
 from probelens.hooks.points import NOTES, HookPoint, boundary, interior
 from probelens.hooks.switchboard import Switchboard, Tap
 
@@ -309,16 +310,9 @@ class Adapter:
         """Every module whose training flag counts."""
         return list(self.module.modules())
 
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """Eval mode inside the block; every module's own training flag comes back after it."""
-        flags = {m: m.training for m in self.modules()}
-        try:
-            self.module.eval()
-            yield
-        finally:
-            for module, training in flags.items():
-                module.training = training
+        return in_eval_mode(self.module, self.modules())
 
     def run(self, call: Call) -> Any:
         """Call the module, and give back what it returned.

@@ -1,7 +1,6 @@
-"""A module's forward: run another in its place, uncompiled and with its weights at hand; notice where a caller changed it.
+"""A module's forward: run another in its place, with its weights at hand; notice where a caller changed it.
 
-``torch.compile`` keeps code that calls no hooks, so compilation is set aside, in this process, while hooks are
-registered. ``device_map="auto"`` and ``cpu_offload`` of accelerate put a forward of their own on the modules, which
+``device_map="auto"`` and ``cpu_offload`` of accelerate put a forward of their own on the modules, which
 brings the weights in and takes them out again; a forward of ours in its place does the same.
 """
 
@@ -9,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Protocol
@@ -24,22 +22,50 @@ from probelens.hooks.passes.current import Passes
 from probelens.hooks.passes.turned import Layout, called_again
 from probelens.hooks.points import HookPoint, version_of
 
+_LOCK = threading.Lock()
+
+Here = Callable[[], bool]
+"""Whether what runs now is meant."""
+
 
 class SwappedForward:
-    """A forward that runs in place of a module's own. A copy of it would read the weights of the original module."""
+    """What stands in for a module's own forward: it runs others in the calls that these are for, and its own in all else.
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, forward)
-        self.run = forward
+    A copy of it would read the weights of the original module.
+    """
+
+    def __init__(self, own: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, own)
+        self.own = own
+        # Whether a caller had put it on the module, in place of the one of its class.
+        self.set_by_caller = False
+        # In the order in which they came: whether a call is for it, and what it runs.
+        self.others: tuple[tuple[Here, Callable[..., Any]], ...] = ()
+
+    def now(self) -> Callable[..., Any]:
+        """What a call from here runs."""
+        return next((run for here, run in reversed(self.others) if here()), self.own)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(*args, **kwargs)
+        return self.now()(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InputError(
             "a module can't be copied or pickled while hooks are in place inside it: the copy would run with the weights "
             "of the original. Do it outside the `with` block, or after model.reset_hooks()"
         )
+
+
+def forward_now(module: nn.Module) -> Callable[..., Any]:
+    """What a call of a module from here runs: its own forward, or one that stands in for it."""
+    forward: Callable[..., Any] = module.forward
+    return forward.now() if isinstance(forward, SwappedForward) else forward
+
+
+def this_thread() -> Here:
+    """Says whether it is called in the thread that is running now."""
+    thread = threading.get_ident()
+    return lambda: threading.get_ident() == thread
 
 
 def submodule(root: nn.Module, path: str) -> nn.Module:
@@ -119,32 +145,50 @@ def refuse_replaced_forward(
 
 
 @contextlib.contextmanager
-def swapped_forward(module: nn.Module, forward: Callable[..., Any], reads_weights: bool = True) -> Iterator[None]:
+def swapped_forward(
+    module: nn.Module, forward: Callable[..., Any], reads_weights: bool = True, here: Here | None = None
+) -> Iterator[None]:
     """Run ``forward`` instead of the module's own while the block lasts.
 
     The class and the state dict stay as they are: only the instance's ``forward`` attribute is
-    set, and what was there before comes back on every way out.
+    set, and what was there before comes back on every way out, once nobody else has one there.
 
     Args:
         module: The module.
         forward: What to run.
         reads_weights: False leaves weights that accelerate offloaded where they are.
+        here: Says of a call whether it is for this forward; None for every call. ``tap.here`` says it of those whose
+            caller has hooks inside the module, so that other threads run the module's own forward.
 
     Yields:
         Nothing.
     """
     if reads_weights:
         forward = with_weights(module, forward)
-    missing = object()
-    before = module.__dict__.get("forward", missing)
-    module.__dict__["forward"] = SwappedForward(forward)
+    entry = (here or _everywhere, forward)
+    with _LOCK:
+        stand_in = module.__dict__.get("forward")
+        if not isinstance(stand_in, SwappedForward):
+            set_by_caller, stand_in = stand_in is not None, SwappedForward(module.forward)
+            stand_in.set_by_caller = set_by_caller
+            stand_in.others = (entry,)
+            module.__dict__["forward"] = stand_in
+        else:
+            stand_in.others = (*stand_in.others, entry)
     try:
         yield
     finally:
-        if before is missing:
-            module.__dict__.pop("forward", None)
-        else:
-            module.__dict__["forward"] = before
+        with _LOCK:
+            stand_in.others = tuple(one for one in stand_in.others if one is not entry)
+            if not stand_in.others:
+                if stand_in.set_by_caller:
+                    module.__dict__["forward"] = stand_in.own
+                else:
+                    module.__dict__.pop("forward", None)
+
+
+def _everywhere() -> bool:
+    return True
 
 
 # -- weights that accelerate offloaded ---------------------------------------------------------------
@@ -266,7 +310,10 @@ def attach_to_module(switchboard: Fires, point: HookPoint) -> list[Any]:
         _, lengths = pad_packed_sequence(value, batch_first=True)
         return True, pack_padded_sequence(new, lengths, batch_first=True, enforce_sorted=False)
 
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # PyTorch calls a hook without the keywords that it asked for where another thread took it away just before.
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        if kwargs is None or not switchboard.listeners(name):
+            return None
         key = site.index if site.index is not None else first_argument(args, kwargs, name)
         if isinstance(key, int):
             changed, new = fire(args[key])
@@ -274,11 +321,15 @@ def attach_to_module(switchboard: Fires, point: HookPoint) -> list[Any]:
         changed, new = fire(kwargs[key])
         return (args, {**kwargs, key: new}) if changed else None
 
-    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def after(module: nn.Module, args: Any, *rest: Any) -> Any:
+        output = rest[-1]
+        if not switchboard.listeners(name):
+            return None
         changed, new = fire(pick(output, site.index, name))
         return put(output, site.index, new) if changed else None
 
-    def carry(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def carry(module: nn.Module, args: Any, *rest: Any) -> Any:
+        output = rest[-1]
         delta = moved.pop(threading.get_ident(), None)
         if delta is None:
             return None
@@ -303,7 +354,7 @@ def stopped_before(module: nn.Module, what: str) -> Iterator[None]:
     """End a forward pass of this thread where ``module`` would begin, by a ``StopForward`` with its first tensor."""
     thread = threading.get_ident()
 
-    def stop(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def stop(module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if threading.get_ident() == thread:
             raise StopForward(pick(args if args else tuple(kwargs.values()), None, what))
 
@@ -316,7 +367,7 @@ def called_with(module: nn.Module, tensor: Tensor) -> Iterator[None]:
     """Put ``tensor`` in place of the first tensor that this thread calls ``module`` with."""
     thread = threading.get_ident()
 
-    def feed(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def feed(module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         if threading.get_ident() != thread:
             return None
         return (put(args, None, tensor), kwargs) if args else (args, put(kwargs, None, tensor))
@@ -331,28 +382,25 @@ def passed_over(blocks: Iterable[nn.Module], outputs: int) -> Iterator[None]:
 
     ``outputs`` is the length of the tuple that a block returns; 0 where it returns a tensor.
     """
-    thread = threading.get_ident()
 
-    def passing(native: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != thread:
-                return native(*args, **kwargs)
-            hidden = pick(args if args else tuple(kwargs.values()), None, "residual")
-            return (hidden, *[None] * (outputs - 1)) if outputs else hidden
-
-        return forward
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        hidden = pick(args if args else tuple(kwargs.values()), None, "residual")
+        return (hidden, *[None] * (outputs - 1)) if outputs else hidden
 
     with contextlib.ExitStack() as stack:
         for block in blocks:
-            stack.enter_context(swapped_forward(block, passing(block.forward), False))
+            stack.enter_context(swapped_forward(block, forward, False, this_thread()))
         yield
 
 
 def length_of_output(module: nn.Module, run: Callable[[], Any]) -> int:
     """Length of the tuple that a module returns when ``run`` runs the model as far as it; 0 for a tensor."""
     seen: list[int] = []
+    here = this_thread()
 
     def stop(module: nn.Module, args: Any, out: Any) -> None:
+        if not here():
+            return
         seen.append(len(out) if isinstance(out, tuple) else 0)
         raise StopForward(pick(out, None, "a block"))
 
@@ -361,48 +409,3 @@ def length_of_output(module: nn.Module, run: Callable[[], Any]) -> int:
     if not seen:
         raise ShapeError(f"a {type(module).__name__} of the blocks wasn't called by the model's forward")
     return seen[0]
-
-
-# -- without compiled code ---------------------------------------------------------------------------
-
-_lock = threading.Lock()
-_count = 0
-_stance: contextlib.AbstractContextManager[None] | None = None
-
-
-def hold() -> None:
-    """Set compilation aside until as many ``release`` have come; an InputError under torch.compile."""
-    global _count, _stance
-    with _lock:
-        # Who never used torch.compile doesn't have to wait for its import.
-        if _stance is None and "torch._dynamo" in sys.modules:
-            try:
-                stance = torch.compiler.set_stance("force_eager")
-                stance.__enter__()
-            except RuntimeError as err:
-                raise InputError(
-                    f"a wrapped model was called from inside a function under torch.compile: {err}. "
-                    "Compile the model instead; probelens runs it uncompiled while hooks are in place."
-                ) from err
-            _stance = stance
-        _count += 1
-
-
-def release() -> None:
-    """Undo one ``hold``."""
-    global _count, _stance
-    with _lock:
-        _count -= 1
-        if _count == 0 and _stance is not None:
-            _stance.__exit__(None, None, None)
-            _stance = None
-
-
-@contextlib.contextmanager
-def eager() -> Iterator[None]:
-    """No compiled code inside the block."""
-    hold()
-    try:
-        yield
-    finally:
-        release()

@@ -14,10 +14,12 @@ from probelens.hooks.adapter import Adapter
 from probelens.hooks.config import Call
 from probelens.hooks.inputs import need_tokenizer, tokens_of
 from probelens.hooks.names import Points
+from probelens.hooks.passes.entry import Entry
 from probelens.hooks.passes.recording import Slice, recorders
+from probelens.hooks.passes.turns import Turn
 from probelens.hooks.points import Direction, HookFn, HookPoint
 from probelens.hooks.shorthand import Names
-from probelens.hooks.switchboard import Entry, Switchboard
+from probelens.hooks.switchboard import Switchboard
 
 
 class TransformerLensMethods:
@@ -27,6 +29,7 @@ class TransformerLensMethods:
     adapter: Adapter
     points: Points
     switchboard: Switchboard
+    turn: Turn
 
     if not TYPE_CHECKING:
 
@@ -74,7 +77,7 @@ class TransformerLensMethods:
         if not callable(hook):
             raise InputError(f"a hook is a function fn(tensor, hook), got {hook!r}")
         points = self.points.match(name)[0]
-        entries = [Entry(p, hook, dir, is_permanent, thread=None) for p in points]
+        entries = [Entry(p, hook, dir, is_permanent) for p in points]
         self.switchboard.add(entries, first=prepend)
         self.switchboard.staying += entries
 
@@ -82,7 +85,7 @@ class TransformerLensMethods:
         self, clear_contexts: bool = True, direction: Literal["fwd", "bwd", "both"] = "both",
         including_permanent: bool = False, name: Names = None,
     ) -> None:  # fmt: skip
-        """Remove the hooks of ``add_hook``, and inside ``hooks`` this thread's hooks of the block.
+        """Remove the hooks of ``add_hook``, and inside ``hooks`` those of the block.
 
         Args:
             clear_contexts: Empty every hook point's ``ctx``.
@@ -108,8 +111,8 @@ class TransformerLensMethods:
             self.clear_contexts()
 
     def has_hooks(self) -> bool:
-        """Whether hooks are in place that a call from this thread would reach."""
-        return any(self.switchboard.listeners(name) for name in self.switchboard.entries)
+        """Whether hooks are in place that a call from here would reach: another thread's are not."""
+        return any(self.switchboard.listeners(name) for name in list(self.switchboard.entries))
 
     def add_perma_hook(self, name: Names, hook: HookFn, dir: Direction = "fwd") -> None:
         """``add_hook`` with ``is_permanent=True``.
@@ -325,10 +328,15 @@ class TransformerLensMethods:
         with self.adapter.evaluating():
             yield self
 
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[Self]:
+        """Eval mode inside the block, and no other thread's call of the model meanwhile: these wait."""
+        with self.turn, self.adapter.evaluating():
+            yield self
+
     def eval(self) -> Self:
         """Put the module in eval mode."""
-        self.module.eval()
-        return self
+        return self.train(False)
 
     def train(self, mode: bool = True) -> Self:
         """Put the module in training mode.
@@ -339,7 +347,8 @@ class TransformerLensMethods:
         Returns:
             This model.
         """
-        self.module.train(mode)
+        with self.turn:
+            self.module.train(mode)
         return self
 
     def to(self, *args: Any, **kw: Any) -> Self:
@@ -352,7 +361,8 @@ class TransformerLensMethods:
         Returns:
             This model.
         """
-        self.module.to(*args, **kw)
+        with self.turn:
+            self.module.to(*args, **kw)
         return self
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:

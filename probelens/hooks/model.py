@@ -15,16 +15,18 @@ from probelens.errors import HookNotFiredError, InputError
 from probelens.hooks.adapter import Adapter
 from probelens.hooks.cache import ActivationCache
 from probelens.hooks.config import Call, ModelConfig, StopForward
-from probelens.hooks.forwards import eager
 from probelens.hooks.inputs import described, prepared
 from probelens.hooks.lens import TransformerLensMethods
 from probelens.hooks.names import Points
+from probelens.hooks.passes.eager import eager
+from probelens.hooks.passes.entry import Entry
 from probelens.hooks.passes.fired import check_fired
 from probelens.hooks.passes.layout import each_call, settle, settle_before
 from probelens.hooks.passes.recording import Slice, recorders, without_batch
+from probelens.hooks.passes.turns import share_turn
 from probelens.hooks.points import Direction, HookFn, HookPoint
 from probelens.hooks.shorthand import Names
-from probelens.hooks.switchboard import Entry, Switchboard
+from probelens.hooks.switchboard import Switchboard
 from probelens.hooks.trials import Untried, can_start_at, require_start_at
 from probelens.hooks.verify import VerifyReport, verify
 from probelens.hooks.weights import edited_weights
@@ -56,6 +58,7 @@ class HookedModel(TransformerLensMethods):
         self.points = Points(adapter, weakref.ref(self))
         self.switchboard = Switchboard(module, adapter)
         self.switchboard.passes.before = settle_before(weakref.ref(self))
+        self.turn = share_turn(module, adapter.modules())
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled: the module and what is known of it, which ``__setstate__`` wraps anew."""
@@ -65,8 +68,7 @@ class HookedModel(TransformerLensMethods):
                 "after model.reset_hooks(including_permanent=True)"
             )
         adapter = copy.copy(self.adapter)
-        # Points belong to one wrapped model, and are made anew.
-        adapter.__dict__.pop("all_points", None)
+        adapter.__dict__.pop("all_points", None)  # they belong to one wrapped model, and are made anew
         return {"module": self.module, "adapter": adapter}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -152,10 +154,11 @@ class HookedModel(TransformerLensMethods):
             require_start_at(self, start)
         if return_type not in ("logits", "loss", "both", None):
             raise InputError(f"return_type {return_type!r} is not known. Allowed: 'logits', 'loss', 'both', None")
-        added = [e for e in self.switchboard.staying if e.here() and self.points.within(e.point, start, stop)]
-        before = [e.fired + e.attached for e in added]
-        call = self.prepare(inputs, attention_mask, start, kw)
-        out = self.run(call, start=start, stop=stop, resid=None if start is None else inputs)
+        with self.turn:
+            added = [e for e in self.switchboard.staying if e.here() and self.points.within(e.point, start, stop)]
+            before = [e.fired + e.attached for e in added]
+            call = self.prepare(inputs, attention_mask, start, kw)
+            out = self.run(call, start=start, stop=stop, resid=None if start is None else inputs)
         silent = [e for e, count in zip(added, before, strict=True) if e.fired + e.attached == count]
         check_fired([Entry(e.point, e.fn, e.dir) for e in silent])
         if stop is not None or return_type is None:
@@ -203,7 +206,7 @@ class HookedModel(TransformerLensMethods):
             HookNotFiredError: The forward never reached block ``stop``.
         """
         settle(self, call if start is None else None, start is not None or stop is not None)
-        with contextlib.ExitStack() as stack:
+        with self.turn, contextlib.ExitStack() as stack:
             stack.enter_context(eager())
             stack.enter_context(self.switchboard.passes.prepared())
             stack.enter_context(self.switchboard.instrumented(self.adapter.required_paths()))
@@ -378,8 +381,6 @@ class HookedModel(TransformerLensMethods):
         except Untried:
             return False
 
-    # -- the user's module ------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def backend(self, kind: Literal["native", "reference"]) -> Iterator[HookedModel]:
         """Choose which forward runs inside the block.
@@ -397,8 +398,7 @@ class HookedModel(TransformerLensMethods):
         """
         if kind not in ("native", "reference"):
             raise InputError(f"backend {kind!r} is not known. Allowed: 'native', 'reference'")
-        paths = self.adapter.instrumented_paths() if kind == "reference" else []
-        with self.switchboard.instrumented(paths):
+        with self.switchboard.instrumented(self.adapter.instrumented_paths() if kind == "reference" else []):
             yield self
 
     def verify(
@@ -444,6 +444,6 @@ class HookedModel(TransformerLensMethods):
             ShapeError: A function that returns another shape.
             InputError: A weight that isn't in memory.
         """
-        if not self.adapter.has_weights:
-            raise InputError("edit_weights changes the weights here, and a remote model runs on others")
-        return edited_weights(self, edits)
+        if self.adapter.has_weights:
+            return edited_weights(self, edits)
+        raise InputError("edit_weights changes the weights here, and a remote model runs on others")

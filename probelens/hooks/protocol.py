@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from probelens.hooks.adapter import Adapter
 from probelens.hooks.config import Call, ModelConfig
 from probelens.hooks.names import Points
+from probelens.hooks.passes.turns import Turn
 from probelens.hooks.shorthand import Names
 from probelens.hooks.switchboard import Switchboard
 
@@ -27,6 +28,7 @@ class Wrapped(Protocol):
     adapter: Adapter
     points: Points
     switchboard: Switchboard
+    turn: Turn
 
     @property
     def cfg(self) -> ModelConfig:
@@ -88,6 +90,9 @@ class Wrapped(Protocol):
 
     def evaluating(self) -> AbstractContextManager[Any]:
         """Eval mode inside the block."""
+
+    def undisturbed(self) -> AbstractContextManager[Any]:
+        """Eval mode inside the block, and no call of another thread meanwhile."""
 
     def can_skip(self) -> bool:
         """Whether ``start_at_layer`` and ``stop_at_layer`` reach every block and the readout."""

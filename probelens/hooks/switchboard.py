@@ -7,96 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
-from probelens.errors import InputError, noted
-from probelens.hooks.forwards import eager, hold, release
 from probelens.hooks.passes.at import At
 from probelens.hooks.passes.current import Passes
+from probelens.hooks.passes.eager import eager, hold, release
+from probelens.hooks.passes.entry import Entry
+from probelens.hooks.passes.scope import Scope
 from probelens.hooks.passes.turned import Layout, called_again
-from probelens.hooks.points import Direction, HookFn, HookPoint, checked
+from probelens.hooks.points import HookPoint
 
-__all__ = ["Entry", "Reach", "Switchboard", "Tap"]
-
-
-@dataclass(eq=False, slots=True)
-class Entry:
-    """One hook function at one point, with the number of its calls."""
-
-    point: HookPoint
-    fn: HookFn
-    dir: Direction = "fwd"
-    permanent: bool = False
-    # A reader returns nothing, so it can get a whole state trajectory in one piece.
-    reads: bool = False
-    # Called in place of ``fn`` with a tensor that the model doesn't use again.
-    keep: HookFn | None = None
-    # The one whose calls it reaches; None for every thread.
-    thread: int | None = field(default_factory=threading.get_ident)
-    fired: int = 0
-    attached: int = 0
-    active: bool = True
-
-    def here(self) -> bool:
-        return self.thread is None or self.thread == threading.get_ident()
-
-    def forward(self, tensor: Tensor, hook: HookPoint, last_use: bool = False) -> Tensor:
-        if self.dir == "bwd":
-            return self._listen_to_gradient(tensor, hook)
-        self.fired += 1
-        fn = self.fn if self.keep is None or not last_use else self.keep
-        if tensor.requires_grad and torch.is_grad_enabled() and not (self.reads or getattr(fn, "pure", False)):
-            # A hook may write into what it gets; autograd refuses that for a view that a split gave, and for a tensor
-            # that the backward pass needs.
-            tensor = tensor.clone()
-        try:
-            with _named(hook):
-                new = fn(tensor, hook=hook)
-        except RecursionError as err:
-            frames = [frame for frame, _ in traceback.walk_tb(err.__traceback__)]
-            if sum(frame.f_code is Entry.forward.__code__ for frame in frames) < 2:
-                raise
-            raise InputError(
-                f"the hook at {hook.name!r} runs its own model, and that run calls the hook again, without end. Run the model "
-                "before, and let the hook use the result, or run another wrapped model: pl.wrap(copy.deepcopy(model.module))"
-            ) from None
-        return tensor if new is None else checked(new, tensor, hook)
-
-    def _listen_to_gradient(self, tensor: Tensor, hook: HookPoint) -> Tensor:
-        if not tensor.requires_grad:
-            raise InputError(
-                f"backward hook asked for at {hook.name!r}, but no gradient is computed there: "
-                f"grad is {'on' if torch.is_grad_enabled() else 'off (torch.no_grad or inference_mode)'} "
-                "and the tensor doesn't require one. Turn gradients on for the parameters or the input."
-            )
-        # A tensor of its own makes the gradient the one of this point, not of the tensor's other uses. In a view the hook
-        # would be lost where the model adds to it in place, as Falcon does.
-        tensor = tensor.clone()
-        self.attached += 1
-
-        def on_gradient(grad: Tensor) -> Tensor | None:
-            if not self.active:
-                return None
-            self.fired += 1
-            with _named(hook):
-                new = self.fn(grad, hook=hook)
-            # PyTorch's own backward hooks, and so TransformerLens', return a tuple.
-            new = new[0] if isinstance(new, tuple) and len(new) == 1 else new
-            return None if new is None else checked(new, grad, hook)
-
-        tensor.register_hook(on_gradient)
-        return tensor
-
-
-def _named(hook: HookPoint) -> contextlib.AbstractContextManager[None]:
-    """Say in the traceback of whatever a hook function raises which point it was called at, and how."""
-    return noted(lambda: f"Raised by the hook at {hook.name!r}, which was called as fn(tensor, hook=point).")
+__all__ = ["Reach", "Switchboard", "Tap"]
 
 
 class Tap:
@@ -105,11 +29,13 @@ class Tap:
     Args:
         switchboard: The switchboard that holds the hooks.
         names: From the forward's own short names to canonical names.
+        path: Of the module.
     """
 
-    def __init__(self, switchboard: Switchboard, names: Mapping[str, str]) -> None:
+    def __init__(self, switchboard: Switchboard, names: Mapping[str, str], path: str = "") -> None:
         self._switchboard = switchboard
         self._names = names
+        self._path = path
 
     def __call__(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
         """Offer a tensor (batch, pos, ...), or (batch, ...) at step ``pos``; returns what the hooks made of it."""
@@ -140,7 +66,7 @@ class Tap:
         return None if now is None else now.batch
 
     def wants(self, name: str) -> bool:
-        """Whether this thread has a hook at the point.
+        """Whether this caller has a hook at the point.
 
         Args:
             name: Short name of the point.
@@ -149,6 +75,12 @@ class Tap:
             True if the tensor must be offered.
         """
         return bool(self._switchboard.listeners(self._names.get(name)))
+
+    def here(self) -> bool:
+        """Whether the module runs the forward with this tap in calls of this caller: others get their own forward."""
+        board = self._switchboard
+        entries = (entry for name in self._names.values() for entry in board.entries.get(name, ()))
+        return any(entry.here() for entry in entries) or any(s.here() for s in board.asked.get(self._path, ()))
 
     def edits(self, name: str) -> bool:
         """Whether a hook may change the tensor, rather than only read it.
@@ -213,9 +145,12 @@ class Switchboard:
         self.staying: list[Entry] = []
         self._handles: dict[str, list[Any]] = {}
         self._instruments: dict[str, tuple[int, contextlib.AbstractContextManager[None]]] = {}
+        # By module path, the blocks in which its instrumented forward runs without hooks.
+        self.asked: dict[str, tuple[Scope, ...]] = {}
         self._lock = threading.RLock()
         self._muted: set[int] = set()
         self.passes = Passes(root)
+        self.passes.heard = self.heard
         # Where examples and positions are, by hook point, for points whose adapter doesn't know it.
         self.layouts: dict[str, Layout] = {}
 
@@ -235,8 +170,12 @@ class Switchboard:
         """Whether the module carries hooks or forwards of this switchboard, of whatever thread."""
         return bool(self.entries or self._instruments)
 
+    def heard(self) -> bool:
+        """Whether this caller's runs reach any hook."""
+        return any(e.here() for each in list(self.entries.values()) for e in each)
+
     def listeners(self, name: str | None) -> list[Entry]:
-        """The entries at a point that this thread's calls reach.
+        """The entries at a point that this caller's runs reach.
 
         Args:
             name: Canonical name; None for a point that the model doesn't advertise.
@@ -308,8 +247,8 @@ class Switchboard:
         return threading.get_ident() in self._muted
 
     def listening_here(self) -> list[Entry]:
-        """The hooks in place that only this thread's calls reach, as inside ``hooks``."""
-        return [e for each in self.entries.values() for e in each if e.thread is not None and e.here()]
+        """The hooks in place that only this caller's runs reach, as inside ``hooks``."""
+        return [e for each in self.entries.values() for e in each if e.scope is not None and e.here()]
 
     def add(self, entries: Iterable[Entry], first: bool = False) -> None:
         """Put hooks in place. On an error none of them stays.
@@ -372,23 +311,29 @@ class Switchboard:
         Yields:
             Nothing.
         """
-        self.add(entries)
+        scope = Scope()
+        for entry in entries:
+            entry.scope = scope
         left = False
-        try:
-            yield
-            left = stay
-        finally:
-            if left:
-                self.staying += entries
-            else:
-                self.remove(entries)
+        with scope.entered():
+            self.add(entries)
+            try:
+                yield
+                left = stay
+            finally:
+                if left:
+                    self.staying += entries
+                    for entry in entries:
+                        entry.scope = None
+                else:
+                    self.remove(entries)
             if clear:
                 for entry in entries:
                     entry.point.ctx.clear()
 
     @contextlib.contextmanager
     def instrumented(self, paths: Iterable[str]) -> Iterator[None]:
-        """Run the instrumented forward of these modules whether or not a hook needs it.
+        """Run the instrumented forward of these modules in the block, whether or not a hook needs it.
 
         Args:
             paths: Module paths.
@@ -397,15 +342,16 @@ class Switchboard:
             Nothing.
         """
         done: list[str] = []
-        with eager():
+        scope = Scope()
+        with eager(), scope.entered():
             try:
                 for path in paths:
-                    self._instrument(path)
+                    self._instrument(path, scope)
                     done.append(path)
                 yield
             finally:
                 for path in reversed(done):
-                    self._deinstrument(path)
+                    self._deinstrument(path, scope)
 
     def _install(self, point: HookPoint) -> None:
         if point.kind == "interior":
@@ -421,18 +367,23 @@ class Switchboard:
             handle.remove()
         self.passes.uncount(point.module)
 
-    def _instrument(self, path: str) -> None:
+    def _instrument(self, path: str, scope: Scope | None = None) -> None:
         with self._lock:
             count, context = self._instruments.get(path, (0, None))
             if context is None:
-                context = self._reach.instrument(path, Tap(self, self._reach.tap_names(path)))
+                context = self._reach.instrument(path, Tap(self, self._reach.tap_names(path), path))
                 context.__enter__()
             self._instruments[path] = (count + 1, context)
+            if scope is not None:
+                self.asked[path] = (*self.asked.get(path, ()), scope)
 
-    def _deinstrument(self, path: str) -> None:
+    def _deinstrument(self, path: str, scope: Scope | None = None) -> None:
         with self._lock:
             if path not in self._instruments:
                 return
+            self.asked[path] = tuple(s for s in self.asked.get(path, ()) if s is not scope)
+            if not self.asked[path]:
+                del self.asked[path]
             count, context = self._instruments[path]
             if count > 1:
                 self._instruments[path] = (count - 1, context)

@@ -85,7 +85,7 @@ def _parts(module: nn.Module) -> tuple[tuple[Any, ...], list[Any]]:
         classes[type(each)] = None
         parts.append(each)
         key.append(id(each))
-        for name, value in kept.items():
+        for name, value in list(kept.items()):
             if name[0] == "_" or name == "training":
                 continue
             if type(value) in _SIMPLE:
@@ -221,7 +221,7 @@ def run_alone(model: Wrapped, call: Call, restores: bool = True) -> Tensor:
 
     What the model keeps between calls is put back, unless ``restores`` is False.
     """
-    with model.switchboard.muted(), torch.no_grad(), model.evaluating(), contextlib.ExitStack() as stack:
+    with model.switchboard.muted(), torch.no_grad(), model.undisturbed(), contextlib.ExitStack() as stack:
         if restores:
             # Not before the weights are what the first run makes of them for good.
             model.adapter.apply_lazy_rescaling()
@@ -282,7 +282,7 @@ def _tried_start(model: Wrapped, layer: int, inputs: Any) -> str:
         except Untried as err:
             why = str(err)
             continue
-        with model.switchboard.muted(), torch.no_grad(), model.evaluating(), restored(model.module):
+        with model.switchboard.muted(), torch.no_grad(), model.undisturbed(), restored(model.module):
             resid = model.run(model.prepare(x), stop=layer)
             if resid.ndim != 3 or resid.shape[0] != len(full):
                 return other
@@ -342,7 +342,7 @@ def require_repeatable(model: Wrapped, inputs: Any = None) -> None:
         for x in (*inputs_to_try(model, inputs), *([inputs] if small else [])):
             try:
                 calls = [model.prepare(tokens) for tokens in (x, _reversed_rows(x), x)]
-                with model.evaluating():
+                with model.undisturbed():
                     model.adapter.apply_lazy_rescaling()
                 with restored(model.module) as kept:
                     first, _, again = (run_alone(model, call, restores=False) for call in calls)

@@ -120,7 +120,7 @@ def verify(
     if tolerance is None:
         tolerance = 1e-5 if dtype in (torch.float32, torch.float64) and not autocasting() else 5e-2
     rows: list[dict[str, Any]] = []
-    with torch.no_grad(), model.evaluating(), progress_bar(len(points), "hook points", progress) as bar:
+    with torch.no_grad(), model.undisturbed(), progress_bar(len(points), "hook points", progress) as bar:
         native = model(x)
         target = model(other)
         size = native.float().abs().max().item() or 1.0

@@ -73,27 +73,28 @@ def edited_weights(model: Model, edits: Mapping[str, Callable[[Tensor], Tensor]]
         InputError: Something that isn't a function of a tensor, or a weight that isn't in memory.
         ShapeError: A function that returns another shape.
     """
-    tensors = _tensors(model)
-    saved: list[tuple[Tensor, Tensor]] = []
-    try:
-        for name, fn in edits.items():
-            if not callable(fn):
-                raise InputError(f"edit_weights takes functions of a tensor, got {type(fn).__name__} for {name!r}")
-            tensor = _need_data(name, tensors[weight_name(model, name)])
-            before = tensor.detach().clone()
+    with model.turn.kept("edit_weights()"):
+        tensors = _tensors(model)
+        saved: list[tuple[Tensor, Tensor]] = []
+        try:
+            for name, fn in edits.items():
+                if not callable(fn):
+                    raise InputError(f"edit_weights takes functions of a tensor, got {type(fn).__name__} for {name!r}")
+                tensor = _need_data(name, tensors[weight_name(model, name)])
+                before = tensor.detach().clone()
+                with torch.no_grad():
+                    new = fn(before.clone())
+                    if not isinstance(new, Tensor) or new.shape != tensor.shape:
+                        shown = tuple(new.shape) if isinstance(new, Tensor) else type(new).__name__
+                        raise ShapeError(f"the edit of {name!r} returned {shown}, the weight has {tuple(tensor.shape)}")
+                    saved.append((tensor, before))
+                    tensor.copy_(new)
+            yield model
+        finally:
+            # Backwards, so that a weight edited twice ends as it was before the first edit.
             with torch.no_grad():
-                new = fn(before.clone())
-                if not isinstance(new, Tensor) or new.shape != tensor.shape:
-                    shown = tuple(new.shape) if isinstance(new, Tensor) else type(new).__name__
-                    raise ShapeError(f"the edit of {name!r} returned {shown}, the weight has {tuple(tensor.shape)}")
-                saved.append((tensor, before))
-                tensor.copy_(new)
-        yield model
-    finally:
-        # Backwards, so that a weight edited twice ends as it was before the first edit.
-        with torch.no_grad():
-            for tensor, before in reversed(saved):
-                tensor.copy_(before)
+                for tensor, before in reversed(saved):
+                    tensor.copy_(before)
 
 
 def _tensors(model: Wrapped) -> dict[str, Tensor]:

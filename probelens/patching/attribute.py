@@ -75,7 +75,7 @@ def attribute(
     base: list[Tensor] = []
     chunks = torch.arange(len(into.examples)).split(batch_size)
     with (
-        model.evaluating(),
+        model.undisturbed(),
         differentiable(),
         faster_forwards(model, names),
         progress_bar(len(chunks), "backward passes", progress) as bar,

@@ -176,7 +176,7 @@ def _gather(
 
         return at(sorted(set(where[:, 0].tolist())), step) if model.point(name).step else whole
 
-    with torch.no_grad(), model.evaluating():
+    with torch.no_grad(), model.undisturbed():
         for rows in torch.arange(len(tokens)).split(batch_size):
             hooks = [(name, keep(rows, name, where)) for name, where in windows.items()]
             if hooks:

@@ -214,7 +214,7 @@ def collect(
     given, short = torch.ones(n, lengths[0] if len(lengths) == 1 else 0, dtype=torch.bool), False
     with (
         torch.no_grad(),
-        model.evaluating(),
+        model.undisturbed(),
         faster_forwards(model, names),
         store.writing(),
         progress_bar(n, "sequences", progress) as bar,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,20 +34,40 @@ def need_gradients(model: HookedModel, who: str, instead: str) -> None:
 @contextlib.contextmanager
 def frozen(model: HookedModel) -> Iterator[None]:
     """Gradients inside the block for what hooks put in, none for weights; in eval mode, all as before at the end."""
-    flags = [(p, p.requires_grad) for p in model.module.parameters() if p.is_leaf]
-    # Recurrent kernels of cuDNN have a backward pass in training mode only, and oneDNN's take no frozen weights in bfloat16.
-    backends: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.mkldnn)
     recurrent = any(isinstance(m, nn.RNNBase) for m in model.module.modules())
-    enabled = [backend.enabled for backend in backends]
-    try:
-        for p, _ in flags:
-            p.requires_grad_(False)
-        for backend in backends if recurrent else ():
-            backend.enabled = False
-        with model.evaluating(), differentiable():
+    with model.undisturbed(), differentiable(), _without_recurrent_kernels() if recurrent else contextlib.nullcontext():
+        flags = [(p, p.requires_grad) for p in model.module.parameters() if p.is_leaf]
+        try:
+            for p, _ in flags:
+                p.requires_grad_(False)
             yield
+        finally:
+            for p, flag in flags:
+                p.requires_grad_(flag)
+
+
+_LOCK = threading.Lock()
+# How many blocks do without the kernels, which are the whole process's, and what was set before the first.
+_blocks = 0
+_before: list[bool] = []
+
+
+@contextlib.contextmanager
+def _without_recurrent_kernels() -> Iterator[None]:
+    """Neither cuDNN's kernels, which have a backward pass in training mode only, nor oneDNN's, which take no frozen weights in bfloat16."""
+    global _blocks, _before
+    backends: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.mkldnn)
+    with _LOCK:
+        if not _blocks:
+            _before = [backend.enabled for backend in backends]
+        _blocks += 1
+        for backend in backends:
+            backend.enabled = False
+    try:
+        yield
     finally:
-        for backend, before in zip(backends, enabled, strict=True):
-            backend.enabled = before
-        for p, flag in flags:
-            p.requires_grad_(flag)
+        with _LOCK:
+            _blocks -= 1
+            if not _blocks:
+                for backend, enabled in zip(backends, _before, strict=True):
+                    backend.enabled = enabled

@@ -28,7 +28,7 @@ def site_shapes(
     mask = None if attention_mask is None else attention_mask[rows]
 
     def trial() -> dict[str, Shape]:
-        with torch.no_grad(), model.evaluating():
+        with torch.no_grad(), model.undisturbed():
             _, cache = model.run_with_cache(examples.rows(rows), list(names), return_type=None, attention_mask=mask)
             return {name: tuple(cache[name].shape) for name in names}
 

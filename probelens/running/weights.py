@@ -24,7 +24,7 @@ def weights_hash(model: HookedModel) -> str:
 
 def add_weights(digest: hashlib._Hash, model: HookedModel) -> None:
     """Add every parameter and buffer to a hash."""
-    with model.evaluating():
+    with model.undisturbed():
         model.adapter.apply_lazy_rescaling()
     for name, kind in _state(model.module):
         value = stored(model.module, name)

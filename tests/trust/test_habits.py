@@ -28,7 +28,7 @@ from primitives import PRIMITIVES, collected, probed, same
 from torch import Tensor, nn
 
 import probelens as pl
-from probelens.hooks import forwards as _eager
+from probelens.hooks.passes import eager as _eager
 
 ROOT = Path(__file__).resolve().parents[2]
 X = zoo.tokens(2, 6)

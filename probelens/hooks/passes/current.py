@@ -70,6 +70,8 @@ class Passes:
         self.root = root
         # Called with the arguments of a pass before it begins.
         self.before: Callable[[Any, Any], None] = lambda args, kwargs: None
+        # Whether a pass from here reaches a hook.
+        self.heard: Callable[[], bool] = lambda: True
         self._prepared: set[int] = set()
         self._counted: dict[str, tuple[int, Any]] = {}
         self._running: dict[int, list[Pass]] = {}
@@ -139,13 +141,17 @@ class Passes:
         """How many passes run in this thread, one inside the other."""
         return len(self._running.get(threading.get_ident(), ()))
 
-    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        if kwargs is None or not self.heard():
+            # A pass of another thread, without hooks.
+            self._running.setdefault(threading.get_ident(), []).append(Pass())
+            return
         if threading.get_ident() not in self._prepared:
             self.before(args, kwargs)
         given = {**dict(zip(arguments(type(module).forward), args, strict=False)), **kwargs}
         self._running.setdefault(threading.get_ident(), []).append(self._pass(given))
 
-    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _end(self, module: nn.Module, *args: Any) -> None:
         self.leave(max(0, self.depth() - 1))
 
     def _pass(self, given: Mapping[str, Any]) -> Pass:

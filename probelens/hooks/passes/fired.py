@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from probelens.errors import HookNotFiredError
-from probelens.hooks.switchboard import Entry
+from probelens.hooks.passes.entry import Entry
 
 __all__ = ["check_fired"]
 

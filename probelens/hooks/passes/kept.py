@@ -27,7 +27,7 @@ class Kept:
     def __init__(self, root: nn.Module) -> None:
         self._held: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
         for path, module in root.named_modules():
-            plain = {name: value for name, value in module.__dict__.items() if name not in _PYTORCH}
+            plain = {name: value for name, value in list(module.__dict__.items()) if name not in _PYTORCH}
             inside = {**plain, **{f"buffer {name}": value for name, value in module._buffers.items()}}
             copies = {
                 name: _copied(value) for name, value in inside.items() if isinstance(value, (Tensor, *_CONTAINERS))
@@ -38,7 +38,7 @@ class Kept:
         """Undo what has changed since; the paths of it."""
         changed: list[str] = []
         for path, module, plain, buffers, copies in self._held:
-            now = {name: value for name, value in module.__dict__.items() if name not in _PYTORCH}
+            now = {name: value for name, value in list(module.__dict__.items()) if name not in _PYTORCH}
             different = [name for name in {**plain, **now} if plain.get(name, self) is not now.get(name, self)]
             for name in different:
                 if name in plain:

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from probelens.errors import HookNotFiredError, InputError, ShapeError
 from probelens.hooks.config import Call, first_argument, pick
-from probelens.hooks.forwards import submodule
+from probelens.hooks.forwards import submodule, this_thread
 from probelens.hooks.inputs import skipped_embeddings
 from probelens.hooks.passes.turned import Layout
 from probelens.hooks.points import HookPoint, Site
@@ -271,6 +271,7 @@ def _run(model: Wrapped, sites: Any, call: Call) -> Seen:
     """What each site is called with in a run without hooks."""
     seen: Seen = {}
     handles = []
+    here = this_thread()
 
     def watch(site: Site) -> Any:
         def keep(value: Any) -> None:
@@ -280,12 +281,15 @@ def _run(model: Wrapped, sites: Any, call: Call) -> Seen:
             else:
                 seen.setdefault(_key(site), []).append(site.to_hook(value.detach()).clone())
 
-        def before(module: Any, args: Any, kwargs: Any) -> None:
+        def before(module: Any, args: Any, kwargs: Any = None) -> None:
+            if not here():
+                return
             where = site.index if site.index is not None else first_argument(args, kwargs, site.path)
             keep(args[where] if isinstance(where, int) else kwargs[where])
 
         def after(module: Any, args: Any, output: Any) -> None:
-            keep(pick(output, site.index, site.path))
+            if here():
+                keep(pick(output, site.index, site.path))
 
         module = submodule(model.module, site.path)
         if site.side == "in":

@@ -13,8 +13,8 @@ from torch import Tensor
 from probelens.errors import InputError, ShapeError
 from probelens.hooks.passes.at import At, last_real
 from probelens.hooks.passes.current import offset_of
+from probelens.hooks.passes.entry import Entry
 from probelens.hooks.points import HookPoint, has_positions, no_positions
-from probelens.hooks.switchboard import Entry
 
 __all__ = ["Slice", "recorders", "slice_positions", "without_batch"]
 

@@ -29,7 +29,7 @@ class Unedited:
         """The outputs of some examples. (batch, ...)"""
         if self._held is None or not torch.equal(self._held[0], rows):
             mask = None if self.mask is None else self.mask[rows]
-            with torch.no_grad(), self.model.evaluating():
+            with torch.no_grad(), self.model.undisturbed():
                 out: Tensor = self.model(self.examples.rows(rows), attention_mask=mask)
             if self.pos is not None:
                 pos = self.pos[rows].to(out.device)

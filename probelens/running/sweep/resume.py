@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from probelens.hooks.switchboard import Entry
+from probelens.hooks.passes.entry import Entry
 from probelens.hooks.trials import agree
 from probelens.running.sweep.jobs import SHORTEST, Job, Load, jobs_of, loads, passes
 from probelens.running.sweep.memory import EDITED, LOGITS, PASSES, WORK, Limits, largest, mib

@@ -78,7 +78,7 @@ class Strategy(ABC):
         found: list[tuple[Tensor, list[Tensor]]] = []
         with (
             torch.no_grad(),
-            work.model.evaluating(),
+            work.model.undisturbed(),
             faster_forwards(work.model, names),
             progress_bar(len(batches) * (len(work.conditions) + 1), describe, progress) as bar,
         ):
