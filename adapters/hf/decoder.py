@@ -176,8 +176,9 @@ class HFAdapter(Adapter):
             raise InputError(
                 f"inputs must be tokens (batch, pos), text or a mapping of keywords, got a {type(tokens).__name__}"
             )
-        # A key/value cache costs time and changes no logit; whoever wants one passes use_cache=True.
-        kwargs = {"use_cache": False, **extra} if self.caches else dict(extra)
+        # A key/value cache costs time and changes no logit; whoever wants one passes use_cache=True. Beside position_ids it
+        # does: transformers reads them as several sequences in a row, which don't see each other, only without a cache.
+        kwargs = {"use_cache": False, **extra} if self.caches and "position_ids" not in extra else dict(extra)
         if mask is not None:
             kwargs["attention_mask"] = mask
         main = self.main_input()

@@ -249,6 +249,8 @@ class HFStack(HFAdapter):
         if tail.startswith("cross_attn.") or last == "hook_cross_attn_out":
             if parts.cross is None:
                 return f"{block} (a {kind}) doesn't attend to an encoder here"
+            if self._reads_inside(f"{prefix}cross_attn."):
+                return None
             return self._out_of_reach(f"the cross-attention of {block}", join(path, parts.cross), "hook_cross_attn_out")
         if tail.startswith("attn.") or last == "hook_attn_out":
             if parts.attention is None:
@@ -261,8 +263,7 @@ class HFStack(HFAdapter):
         if tail.startswith("mixer.") or last == "hook_mixer_out":
             if parts.mixer is None:
                 return f"{block} (a {kind}) has attention, not a mixer; use hook_attn_out"
-            inside = f"{prefix}mixer."
-            if any(p.kind == "interior" and p.name.startswith(inside) for p in self.all_points):
+            if self._reads_inside(f"{prefix}mixer."):
                 return None
             mixer = submodule(self.module, join(path, parts.mixer))
             return (
@@ -272,6 +273,9 @@ class HFStack(HFAdapter):
         if tail.startswith("mlp.") or last in ("hook_mlp_out", "hook_resid_mid"):
             return f"{block} (a {kind}) has no MLP of its own" if parts.mlp is None else None
         return None
+
+    def _reads_inside(self, prefix: str) -> bool:
+        return any(p.kind == "interior" and p.name.startswith(prefix) for p in self.all_points)
 
     def _out_of_reach(self, what: str, path: str, instead: str) -> str:
         return (

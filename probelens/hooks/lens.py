@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from probelens.errors import InputError, elsewhere
 from probelens.hooks.adapter import Adapter
 from probelens.hooks.config import Call
-from probelens.hooks.inputs import need_tokenizer, tokens_of
+from probelens.hooks.inputs import described, need_tokenizer, tokens_of
 from probelens.hooks.names import Points
 from probelens.hooks.passes.entry import Entry
 from probelens.hooks.passes.recording import Slice, recorders
@@ -232,17 +232,29 @@ class TransformerLensMethods:
             return str(decode(tokens.reshape(-1).tolist()))
         return [str(decode(row.tolist())) for row in tokens]
 
-    def to_str_tokens(self, input: str | Tensor, prepend_bos: bool | None = None) -> list[str]:
-        """The text of each token of one string or one row of ids.
+    def to_str_tokens(
+        self, input: str | Sequence[str] | Tensor, prepend_bos: bool | None = None
+    ) -> list[str] | list[list[str]]:
+        """The text of each token of a string, of several strings or of one row of ids.
 
         Args:
-            input: One string, or ids. (pos,)
+            input: A string, strings, or ids. (pos,)
             prepend_bos: As for ``to_tokens``; of strings only.
 
         Returns:
-            One string a token.
+            One string a token; a list of these for each of several strings.
+
+        Raises:
+            InputError: Something else, or the model has no tokenizer.
         """
-        tokens = self.to_tokens(input, prepend_bos)[0] if isinstance(input, str) else torch.as_tensor(input)
+        if isinstance(input, (list, tuple)) and input and all(isinstance(text, str) for text in input):
+            return [[str(token) for token in self.to_str_tokens(text, prepend_bos)] for text in input]
+        try:
+            tokens = self.to_tokens(input, prepend_bos)[0] if isinstance(input, str) else torch.as_tensor(input)
+        except (TypeError, ValueError, RuntimeError) as err:
+            raise InputError(f"to_str_tokens takes a string, strings, or ids (pos,), got {described(input)}") from err
+        if tokens.is_floating_point():
+            raise InputError(f"to_str_tokens takes ids, which are integers, got {described(input)}")
         return [str(self.to_string(t.reshape(1))) for t in tokens.reshape(-1)]
 
     def to_single_token(self, string: str) -> int:
@@ -271,7 +283,7 @@ class TransformerLensMethods:
         Returns:
             Its text.
         """
-        return self.to_str_tokens(torch.tensor([int_token]))[0]
+        return str(self.to_string(torch.tensor([int_token])))
 
     def get_token_position(
         self, single_token: str | int, input: str | Tensor, mode: Literal["first", "last"] = "first",

@@ -205,6 +205,11 @@ def _goes_around(model: Wrapped, point: HookPoint, x: Any, resid: Tensor) -> boo
 def _two_inputs(model: Wrapped, inputs: Any, seed: int) -> tuple[Any, Any]:
     """The inputs, and others of the same shape."""
     vocab = model.cfg.d_vocab
+    if vocab == 1:
+        raise InputError(
+            "verify() compares runs on different tokens, and a vocabulary of 1 has no others. Try a model of the same "
+            "kind with a larger one"
+        )
     generator = torch.Generator().manual_seed(seed)
     if inputs is None:
         if not vocab:
@@ -224,6 +229,8 @@ def _two_inputs(model: Wrapped, inputs: Any, seed: int) -> tuple[Any, Any]:
     if inputs.is_floating_point():
         return inputs, torch.randn(inputs.shape, generator=generator).to(inputs)
     inputs = inputs[None] if inputs.ndim == 1 else inputs
+    if not vocab:  # not known: those of another example
+        return inputs, inputs.flip(0) if len(inputs) > 1 else inputs.flip(1)
     shift = torch.randint(1, vocab, inputs.shape, generator=generator).to(inputs.device)
     return inputs, (inputs + shift) % vocab
 

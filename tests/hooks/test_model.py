@@ -620,6 +620,10 @@ def test_wrapping_text_models_uses_their_tokenizer(tmp_path: object) -> None:
     assert model.to_tokens("the cat").tolist() == [[2, 3]]
     assert model.to_tokens("the cat", prepend_bos=True).tolist() == [[0, 2, 3]]
     assert model.to_str_tokens("the cat") == ["the", "cat"]
+    assert model.to_str_tokens(["the cat", "sat"]) == [["the", "cat"], ["sat"]]
+    for wrong in ([1, "the"], torch.rand(3)):
+        with pytest.raises(pl.InputError, match="to_str_tokens takes"):
+            model.to_str_tokens(wrong)
     assert model.to_single_token("sat") == 4
     with pytest.raises(pl.InputError, match="2 tokens"):
         model.to_single_token("the cat")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import probelens as pl
+from probelens.hooks.forwards import forward_now
 from probelens.running.sweep.conditions import Condition, Intervention, Read
 from probelens.running.sweep.plan import SweepPlan, plan, sweep
 from probelens.running.sweep.resume import Resume
@@ -71,7 +72,7 @@ class Counted:
 
         def call(this: nn.Module, *args: Any, **kw: Any) -> Any:
             # Blocks before the first one that runs are called, too, and pass on what they get.
-            skipped = re.search(r"\.passing\.|^_blank\.", getattr(this.forward, "__qualname__", ""))
+            skipped = re.search(r"^passed_over\.|^_blank\.", getattr(forward_now(this), "__qualname__", ""))
             out = native(this, *args, **kw)
             # Where a run stops before a block, the call doesn't come back.
             if type(this) is type(block) and not skipped:
