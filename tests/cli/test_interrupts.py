@@ -138,8 +138,8 @@ def test_a_run_interrupted_at_random_moments_is_finished_by_the_same_command(tmp
         while hits < MOMENTS:
             if hits % 2 == 0:
                 shutil.rmtree(folder, ignore_errors=True)  # else on top of what the one before left
-            # Earlier moments are likelier: the training is shorter than the measuring.
-            status, _, err = forks.run(folder, 0.1 + seconds * rng.random() ** 2)
+            # All over the run: while it trains, and while it measures.
+            status, _, err = forks.run(folder, 0.1 + seconds * (hits + rng.random()) / MOMENTS)
             if status == 0:
                 # Finished before its moment came: the next begins with nothing, so that there is something to interrupt.
                 assert numbers(folder).equals(numbers(alone))

@@ -1,8 +1,8 @@
 """Writes tests/patching/pyvene_reference.json: what pyvene 0.1.8 gives for swaps in a small GPT-2, and what its search finds.
 
-    pip install pyvene && python tests/support/pyvene_reference.py
+    python tests/support/pyvene_reference.py
 
-pyvene needs packages that nothing else here does (plotnine, ipywidgets, datasets), so the tests read this file. Weights
+It wants pyvene installed beside probelens. pyvene needs packages that nothing else here does (plotnine, ipywidgets, datasets), so the tests read this file. Weights
 come from a formula, not from a random generator, so that every version of torch and transformers has the same ones.
 """
 
