@@ -80,7 +80,7 @@ pd.DataFrame([*filters.targets(), *ablated.targets()])[left]
 # also keeps the parity in a form that one linear probe for all positions doesn't read. So the verdict stays
 # "inconclusive": what became of the *variable* is not settled, whatever the damage. At layer 2 it is "tautological": the
 # logits are a linear map of that site, so erasing everything linear there has to hurt. (At layer −1 the probe reads little more
-# than the baseline, with the ablation and without.)
+# than the baseline; without the class means nothing is left to read, also no residue as small as the check plants: "erased".)
 #
 # ## The controls
 #
@@ -123,9 +123,9 @@ rows[["layer", "drop", "refit_accuracy", "refit_mlp_accuracy", "refit_position_a
 # Half of all answers are lost, and since a guess is right half of the time, there is no more to lose. But after each
 # block an MLP still reads everything, and so do linear probes fitted at one position each, so the verdict at layers 0 and 1
 # stays "inconclusive". Here it errs on the side of caution: the variable is still there, but the form in which the model
-# reads it is not, and its answers are lost. (At layer −1 nothing is read any more, but on so few sequences the same probes would
-# not read a planted residue either: "underpowered". Half of the answers are lost there too: the parity at the first
-# position is the first bit, so what LEACE erases from the embedding is the bits.)
+# reads it is not, and its answers are lost. (At layer −1 nothing is read any more, though the same probes would read a small
+# planted residue: "erased". Half of the answers are lost there too: the parity at the first position is the first bit, so
+# what LEACE erases from the embedding is the bits.)
 #
 # ## Replace all of it
 #
