@@ -115,12 +115,15 @@ def replaced_forward(
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "nnsight", "probelens")
 
 
-def hooked_by_hand(module: nn.Module) -> str | None:
-    """Path of the first module with a PyTorch forward hook of the caller's, "" for the module itself; None for none."""
+def hooked_by_hand(module: nn.Module, packages: Collection[str] = _PACKAGES) -> str | None:
+    """Path of the first module with a PyTorch forward hook of the caller's, "" for the module itself; None for none.
+
+    Hooks of ``packages`` aren't the caller's.
+    """
     for path, each in module.named_modules():
         for hook in (*each._forward_hooks.values(), *each._forward_pre_hooks.values()):
             home = getattr(hook, "__module__", None) or type(hook).__module__
-            if str(home).split(".")[0] not in _PACKAGES:
+            if str(home).split(".")[0] not in packages:
                 return path
     return None
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from probelens.hooks.forwards import submodule
+from probelens.hooks.forwards import hooked_by_hand, submodule
 from probelens.hooks.trials import faster_forwards_agree
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ def faster_forwards(model: HookedModel, names: Iterable[str] = ()) -> Iterator[N
         and not model.has_hooks()
         and not any(model.point(name).module.startswith(inside) for name in names)
         and not any(
-            module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-            for path in paths
-            for module in submodule(model.module, path).modules()
+            hooked_by_hand(mixer, ("transformers",)) is not None
+            or any(each._backward_hooks for each in mixer.modules())
+            for mixer in (submodule(model.module, path) for path in paths)
         )
     )
     with (

@@ -289,6 +289,35 @@ def test_a_plan_of_a_model_that_changed_since_is_made_anew() -> None:
     assert not torch.allclose(found.values, before.values, atol=1e-3)
 
 
+def test_hidden_states_that_were_asked_for_before_make_no_sweep_longer() -> None:
+    model = wrapped("neox")
+    before = sweep(model, tokens(), cells(), READ)
+    # The recording hooks that transformers puts on the blocks then stay.
+    model.module(tokens(), output_hidden_states=True)
+    assert any(module._forward_hooks for module in model.module.modules())
+    found = sweep(model, tokens(), cells(), READ)
+    assert (found.path, found.why) == ("resume", "")
+    assert torch.equal(found.values, before.values)
+
+
+def test_whether_runs_may_begin_at_a_block_is_asked_once_for_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = wrapped("neox"), []
+    native = pl.HookedModel.can_start_at
+
+    def counted(self: pl.HookedModel, layer: int, inputs: Any = None) -> bool:
+        asked.append(layer)
+        return native(self, layer, inputs)
+
+    monkeypatch.setattr(pl.HookedModel, "can_start_at", counted)
+    few, many = ([stated(SITES[1], pos) for pos in range(n)] for n in (3, LENGTH))
+    counts = []
+    for conditions in (few, many):
+        asked.clear()
+        plan(model, tokens(), conditions, READ)
+        counts.append(len(asked))
+    assert 0 < counts[0] == counts[1]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_plan_leaves_the_model_as_it_is(name: str) -> None:
     model, states = wrapped(name), ["training", "forward", "_forward_hooks", "_forward_pre_hooks"]

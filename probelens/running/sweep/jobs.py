@@ -59,7 +59,9 @@ class Load:
 
 def jobs_of(model: HookedModel, conditions: Sequence[Condition]) -> list[Job]:
     """The conditions that can begin in mid-sequence."""
-    return [job for i, c in enumerate(conditions) if (job := _job(model, i, c)) is not None]
+    # Asked once for each block, not for each condition: an answer holds while the model is as it is.
+    starts = functools.cache(model.can_start_at)
+    return [job for i, c in enumerate(conditions) if (job := _job(model, i, c, starts)) is not None]
 
 
 def loads(
@@ -90,7 +92,7 @@ def loads(
     return out
 
 
-def _job(model: HookedModel, index: int, condition: Condition) -> Job | None:
+def _job(model: HookedModel, index: int, condition: Condition, starts: Callable[[int], bool]) -> Job | None:
     """The job of a condition; None where an edit is outside the blocks, or a run can't begin there."""
     points = {point.name: point for point in (model.point(one.name) for one in condition.interventions)}
     layers = [-1 if name in _EMBEDDINGS else point.block for name, point in points.items()]
@@ -103,7 +105,7 @@ def _job(model: HookedModel, index: int, condition: Condition) -> Job | None:
     kind = only.rsplit(".", 1)[-1] if only is not None and start >= 0 else ""
     direct = only if only == f"blocks.{start}.{kind}" and kind in ends else None
     stop = start + ends[kind] if direct is not None else last + 1
-    if (start > 0 and not model.can_start_at(start)) or not model.can_start_at(stop):
+    if (start > 0 and not starts(start)) or not starts(stop):
         return None
     return Job(index, condition.interventions, start, stop, direct)
 

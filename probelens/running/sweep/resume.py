@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from probelens.hooks.forwards import hooked_by_hand
 from probelens.hooks.passes.entry import Entry
 from probelens.hooks.trials import agree
 from probelens.running.sweep.jobs import SHORTEST, Job, Load, jobs_of, loads, passes
 from probelens.running.sweep.memory import EDITED, LOGITS, PASSES, WORK, Limits, largest, mib
 from probelens.running.sweep.readout import Readout
 from probelens.running.sweep.resumer import Resumer, distrust, distrusted, resumer_of
-from probelens.running.sweep.strategy import Strategy, TrialFailed, Unfit, first_block, pick, why_not_skip
+from probelens.running.sweep.strategy import Strategy, TrialFailed, Unfit, first_blocks, pick, why_not_skip
 from probelens.running.sweep.work import Work
 
 
@@ -48,8 +49,8 @@ class Resume(Strategy):
         resumed = {job.index for job in self.jobs} | set(self.unedited)
         # Conditions that run without what is kept, and where: beside what is kept no residual is kept for them.
         self.others = {
-            i: 0 if first_block(work.model, c, work.examples.main) == 0 else None
-            for i, c in enumerate(work.conditions)
+            i: 0 if start == 0 else None
+            for i, start in enumerate(first_blocks(work.model, work.conditions, work.examples.main))
             if i not in resumed
         }
         self.names = self._names()
@@ -326,7 +327,8 @@ def _resumable(work: Work) -> tuple[Resumer, list[Job]]:
     if dtype not in (torch.float32, torch.float64):
         # Sums then depend on the shape of a pass.
         raise Unfit(f"half precision ({dtype})")
-    if any(m._forward_hooks or m._forward_pre_hooks for m in model.module.modules()):
+    # Those of transformers stay once hidden states were asked for, and do nothing in other runs.
+    if hooked_by_hand(model.module, ("transformers",)) is not None:
         raise Unfit("hooks on the model's modules")
     resumer = resumer_of(model)
     if resumer is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -213,7 +214,7 @@ class Skip(Full):
         model, conditions = self.work.model, self.work.conditions
         if why := why_not_skip(self.work) or ("" if conditions else "no conditions"):
             raise Unfit(why)
-        starts = [first_block(model, condition, self.work.examples.main) for condition in conditions]
+        starts = first_blocks(model, conditions, self.work.examples.main)
         if all(start is None for start in starts):
             raise Unfit("no condition edits the blocks alone")
         return starts
@@ -240,13 +241,17 @@ def why_not_skip(work: Work) -> str:
     return ""
 
 
-def first_block(model: HookedModel, condition: Condition, tokens: Tensor) -> int | None:
-    """The first block that a condition edits; None where a run of it can't begin there."""
-    layers = [model.point(one.name).block for one in condition.interventions]
-    found = [layer for layer in layers if layer is not None]
-    if not found or len(found) < len(layers):
-        return None
-    return min(found) if model.can_start_at(min(found), tokens) else None
+def first_blocks(model: HookedModel, conditions: Sequence[Condition], tokens: Tensor) -> list[int | None]:
+    """The first block that each condition edits; None where a run of it can't begin there."""
+    # Asked once for each block, not for each condition: an answer holds while the model is as it is.
+    starts = functools.cache(lambda layer: model.can_start_at(layer, tokens))
+    out: list[int | None] = []
+    for condition in conditions:
+        layers = [model.point(one.name).block for one in condition.interventions]
+        found = [layer for layer in layers if layer is not None]
+        whole = not found or len(found) < len(layers) or not starts(min(found))
+        out.append(None if whole else min(found))
+    return out
 
 
 def pick(tensor: Tensor, pos: Tensor) -> Tensor:
