@@ -1,7 +1,8 @@
-"""Draws the figure of the home page from a run of the quickstart: ``python docs/tools/home_figure.py RUN``.
+"""Draws the figure of the home page from two trained models of docs/data/models: ``python docs/tools/home_figure.py --measure``.
 
 It keeps the numbers that are drawn in docs/data/home.csv, and writes docs/figures/home: for wide and narrow
-windows, light and dark pages. Without RUN it draws the kept numbers again. A test compares the two.
+windows, light and dark pages. Without ``--measure``, some minutes of one core, it draws the kept numbers again. A test compares
+the two.
 """
 
 from __future__ import annotations
@@ -11,7 +12,11 @@ from html import escape
 from pathlib import Path
 
 import pandas as pd
+import torch
 
+import probelens as pl
+from probelens.examples.quickstart import aligned
+from probelens.examples.refit_the_probe.shared.setup import make_task
 from probelens.results.plots.style import PALETTE
 
 DOCS = Path(__file__).resolve().parents[1]
@@ -20,43 +25,49 @@ MODELS = {"LSTM": PALETTE[0], "Transformer": PALETTE[1]}
 # Measure and its control: what is drawn in each panel, and what it is called there.
 PANELS = {
     "Readable": ("a probe reads the depth", "… of the untrained model"),
-    "Needed": ("answers lost without the probe's own rows", "… without random ones of equal variance"),
-    "Sufficient": ("patching the last token restores the answer", "… patching the token that was changed"),
+    "Needed": ("answers lost without the class means", "… without as many random directions"),
+    "Sufficient": ("restored by patching the last token", "… by patching the changed token"),
+    "Used": ("answers follow the swapped class means", "… everything but them"),
 }
 INK = {"light": ("#23282f", "#5b626c", "#d9dde2"), "dark": ("#e4e7eb", "#a9b0b9", "#3a414b")}
 WIDE, HIGH, GAP, LEFT, TOP = 300, 124, 58, 44, 80
 
 
-def numbers(run: Path) -> pd.DataFrame:
-    """What is drawn, from the rows of a run: model, panel, layer, value and control, as fractions."""
-    rows = pd.read_parquet(run / "rows.parquet")
-    out = []
-    for model in MODELS:
-        mine = rows[rows["model"] == model]
-        probes = mine[(mine["kind"] == "probe") & (mine["label"] == "depth") & (mine["control"] == "task")]
-        lost = mine[(mine["kind"] == "ablation") & (mine["label"] == "depth")]
-        lost = lost.groupby(["layer", "condition"])["drop"].mean().unstack()
-        patched = mine[(mine["kind"] == "patch") & (mine["pairs"] == "depth")]
-        back = patched.assign(pos=patched["pos"].astype(int)).pivot(index="layer", columns="pos", values="recovery")
+def numbers() -> pd.DataFrame:
+    """What is drawn: model, panel, layer, value and control, as fractions."""
+    task, out = make_task("dyck"), []
+    pairs = {"depth": aligned(task.pairs(40 * 64, 40, 0, label="state", kind="depth"), 64)}
+    for name in MODELS:
+        module = pl.models.load(DOCS / f"data/models/{name.lower()}-dyck-0.safetensors")
+        found = pl.profile(
+            pl.wrap(module), task, labels=["depth"], length=40, n_probe=300, n_ablate=100, pairs=pairs,
+            untrained=pl.models.untrained(pl.wrap(module), 1000), controls=20, refit=False, filters=False, seed=0,
+        )  # fmt: skip
+        print(*found.findings(), sep="\n", flush=True)
+        lost = found.ablations["depth"].to_dataframe().groupby(["layer", "condition"])["drop"].mean().unstack()
+        patched = found.patches["depth"].to_dataframe()
+        patched = patched.assign(pos=patched["pos"].astype(int))
+        back = patched.pivot(index="layer", columns="pos", values="recovery")
         changed = back.loc[-1].idxmax()
-        for layer in sorted(back.index):
-            probe = probes[probes["layer"] == layer].iloc[0]
-            pairs = {
-                "Readable": (probe["accuracy"], probe["untrained"]),
-                "Needed": (lost.loc[layer, "target"], lost.loc[layer, "random_matched"]),
+        swapped = found.interchanges["depth"].to_dataframe().groupby(["layer", "condition"])["iia"].mean().unstack()
+        for row in found.to_dataframe().to_dict("records"):
+            layer = row["layer"]
+            pairs_of = {
+                "Readable": (row["accuracy"], row["untrained"]),
+                "Needed": (lost.loc[layer, "target"], lost.loc[layer, "random"]),
                 "Sufficient": (back.loc[layer].iloc[-1], back.loc[layer, changed]),
+                "Used": (swapped.loc[layer, "target"], swapped.loc[layer, "complement"]),
             }
-            for panel, (value, control) in pairs.items():
-                row = {"model": model, "panel": panel, "layer": int(layer), "value": value, "control": control}
-                out.append(row)
+            for panel, (value, control) in pairs_of.items():
+                out.append({"model": name, "panel": panel, "layer": int(layer), "value": value, "control": control})
     # Adding zero turns −0.0 into 0.0.
     return pd.DataFrame(out).round(3).replace({"value": {-0.0: 0.0}, "control": {-0.0: 0.0}})
 
 
 def svg(drawn: pd.DataFrame, theme: str, columns: int) -> str:
-    """The three panels, side by side or one below the other."""
+    """The four panels, in one column or two."""
     ink, faint, grid = INK[theme]
-    wide, high = LEFT + columns * WIDE + (columns - 1) * GAP + 16, (TOP + HIGH + 40) * (3 // columns)
+    wide, high = LEFT + columns * WIDE + (columns - 1) * GAP + 16, (TOP + HIGH + 40) * (len(PANELS) // columns)
     spoken = "; ".join(
         f"{model}, {panel.lower()} by layer: " + ", ".join(f"{v:.2f}" for v in part["value"])
         for (panel, model), part in drawn.groupby(["panel", "model"], sort=False)
@@ -121,15 +132,15 @@ def _text(
 def figures() -> dict[str, str]:
     """Every file of the figure by its name, from the kept numbers."""
     drawn = pd.read_csv(NUMBERS)
-    shapes = {"wide": 3, "narrow": 1}
+    shapes = {"wide": 2, "narrow": 1}
     return {f"{shape}-{theme}.svg": svg(drawn, theme, n) for shape, n in shapes.items() for theme in INK}
 
 
 def main(words: list[str]) -> None:
-    """Keep the numbers of a run, if one is given, and draw them."""
-    if words:
-        NUMBERS.parent.mkdir(parents=True, exist_ok=True)
-        numbers(Path(words[0])).to_csv(NUMBERS, index=False)
+    """Measure, if asked, and draw the kept numbers."""
+    if words == ["--measure"]:
+        torch.set_num_threads(1)
+        numbers().to_csv(NUMBERS, index=False)
     FIGURES.mkdir(parents=True, exist_ok=True)
     for name, text in figures().items():
         (FIGURES / name).write_text(text, encoding="utf-8")
