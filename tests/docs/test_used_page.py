@@ -14,7 +14,21 @@ pytestmark = pytest.mark.skipif(not ROWS, reason="needs a source tree")
 
 
 def test_the_page_is_written_from_the_kept_rows() -> None:
-    assert tool.PAGE.read_text(encoding="utf-8") == tool.page(ROWS)
+    number = json.loads(tool.SUBJECT.read_text())
+    page = tool.PAGE.read_text(encoding="utf-8")
+    assert page == tool.page(ROWS, number)
+    # What its text says in words.
+    by = {(row["pos"], row["directions"]): row["iia"] for row in number}
+    assert by["subject", "filter"]["target"] == 0
+    assert by["subject", "filter"]["complement"] > 0.9
+    for pos in ("subject", "last"):
+        means, learned = by[pos, "class_means"], by[pos, "DAS"]
+        assert means["target"] > 0.9
+        assert max(means["random"], means["orthogonal_pca"]) == 0
+        assert means["random_matched"] > 0.7
+        assert learned["random_matched"] < 0.4
+        assert learned["shuffled"] == learned["target"]
+        assert learned["untrained"] == 0
 
 
 def test_a_row_of_the_page_comes_out_again() -> None:
