@@ -24,8 +24,12 @@ def refit_values(
     """Whether values can still be read after an ablation: ridge probes over all positions and one at each.
 
     Args:
-        clean, ablated, mask, groups, seed: As for ``refit_accuracy``.
+        clean: Activations before. (n, pos, d)
+        ablated: Activations after. (n, pos, d)
         values: The values. (n, pos)
+        mask: Where values count. (n, pos)
+        groups: What a split keeps together. (n,)
+        seed: Of the split.
         margin: How far above its baseline an R² still counts as nothing read.
 
     Returns:
