@@ -33,7 +33,7 @@ class Visit:
 
     def __init__(self, browser: Any, path: Path, **options: Any) -> None:
         self.context = browser.new_context(accept_downloads=True, **options)
-        self.context.set_default_timeout(20_000)
+        self.context.set_default_timeout(60_000)
         self.tab = self.context.new_page()
         self.logged: list[str] = []
         self.requests: list[str] = []
