@@ -71,7 +71,7 @@ def plant(x: Tensor, code: Tensor, *, size: float = RESIDUE, signs: int = _SIGNS
         >>> gen = torch.Generator().manual_seed(0)
         >>> x, bit = torch.randn(4000, 8, generator=gen), torch.randint(2, (4000, 1), generator=gen)
         >>> moved = plant(x, bit) - x
-        >>> round(float(moved.square().sum(1).mean()), 1)  # three directions of size 2: 3 · 2²
+        >>> round(float(moved.square().sum(1).mean()), 1)  # three directions of size 1.4: 3 · 1.4²
         5.9
         >>> bool((moved[bit[:, 0] == 1].mean(0) - moved[bit[:, 0] == 0].mean(0)).norm() < 0.3)
         True
