@@ -7,7 +7,7 @@ the two.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from html import escape
 from pathlib import Path
 
@@ -136,9 +136,11 @@ def figures() -> dict[str, str]:
     return {f"{shape}-{theme}.svg": svg(drawn, theme, n) for shape, n in shapes.items() for theme in INK}
 
 
-def main(words: list[str]) -> None:
+def main() -> None:
     """Measure, if asked, and draw the kept numbers."""
-    if words == ["--measure"]:
+    parser = argparse.ArgumentParser(description="Draw the home page's figure from the kept numbers.")
+    parser.add_argument("--measure", action="store_true", help="measure them first, on the models of docs/data/models")
+    if parser.parse_args().measure:
         torch.set_num_threads(1)
         numbers().to_csv(NUMBERS, index=False)
     FIGURES.mkdir(parents=True, exist_ok=True)
@@ -147,4 +149,4 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
