@@ -123,9 +123,9 @@ def ablate(
         - "inconclusive": a refitted probe is above baseline + ``margin``; the model may still use the variable.
         - "absent": no probe reads the variable there, ablated or not, so the cost isn't about it.
         - "underpowered": no probe reads it any more, but with so few sequences they don't read a planted residue of 1.4
-          standard deviations of a feature either; ``residue_size`` says which they do, ``n_needed`` with how many they would.
+            standard deviations of a feature either; ``residue_size`` says which they do, ``n_needed`` with how many they would.
         - "erased": a probe read it before, none does after, and they would have read such a residue; smaller ones may be
-          left. ``needed`` says whether the model needed it.
+            left. ``needed`` says whether the model needed it.
         - "not refitted": without ``refit`` it is unknown what is left.
 
         Where ``label`` holds values, the refitted probes are ridge regressions, without an MLP, and the columns of their
@@ -134,11 +134,11 @@ def ablate(
         And ``needed``, whether the model needs these directions:
 
         - "yes": adjusted p ≤ 0.05 and the effect's interval above 0. Where the matched draws are no control, the drop must
-          also exceed, interval for interval, that of the top principal components orthogonal to the subspace. Not at
-          sites that are "floor", "tautological" or "absent", nor where the label goes with the target and ``given`` isn't.
+            also exceed, interval for interval, that of the top principal components orthogonal to the subspace. Not at
+            sites that are "floor", "tautological" or "absent", nor where the label goes with the target and ``given`` isn't.
         - "no": the site is "unread"; or the variable is "erased" and the interval of the drop ends below 0.05 of the accuracy
-          above chance (0.05 nats of a loss), or so does that of the effect, measured from draws that share less than 0.3 of
-          the subspace.
+            above chance (0.05 nats of a loss), or so does that of the effect, measured from draws that share less than 0.3 of
+            the subspace.
         - "can't tell": otherwise, and for a metric of your own.
 
     Units:

@@ -100,9 +100,9 @@ def das(
         rank are learned again where there is nothing to find:
 
         - "shuffled": from answers in random order, and swapped in this model. What the search gives without a relation
-          between pairs and answers.
+            between pairs and answers.
         - "untrained": in the untrained model from the right answers, and swapped there, since its directions mean nothing
-          in another model. The share is of the same pairs. What the search alone can make a network of this shape do.
+            in another model. The share is of the same pairs. What the search alone can make a network of this shape do.
         - "other_site": at the other site of this model, and swapped there. Whether the site matters.
 
         The verdict is that of ``interchange``, but "unspecific" where one of them does as well, judged by the ends of their

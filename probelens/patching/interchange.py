@@ -262,7 +262,7 @@ def interchange(
         - "not here": not even the full swap moves the answer;
         - "unread": noise does not change the output at all;
         - "unreadable": Q works, but the probe that it is taken from reads no more there than the best guess without
-          activations, so that its class means differ by what goes with the label, such as the token;
+            activations, so that its class means differ by what goes with the label, such as the token;
         - "no control": the answer follows Q, but no control was drawn that does not contain it;
         - "underpowered": the intervals are too wide to say.
 

@@ -113,7 +113,9 @@ class QuadraticEraser(Result):
         """Erase from activations whose labels are known.
 
         Args:
-            Those of ``OracleEraser``; labels are class ids.
+            x: Activations. (..., d)
+            y: Their classes. (...)
+            mask: True where to erase. (...)
 
         Returns:
             As ``OracleEraser``.
