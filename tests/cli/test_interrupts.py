@@ -138,8 +138,8 @@ def test_a_run_interrupted_at_random_moments_is_finished_by_the_same_command(tmp
         while hits < MOMENTS:
             if hits % 2 == 0:
                 shutil.rmtree(folder, ignore_errors=True)  # else on top of what the one before left
-            # All over the run, while it trains and while it measures; of one that goes on, less is left.
-            share = (hits // 2 + rng.random()) / (MOMENTS / 2) * (0.3 if hits % 2 else 0.8)
+            # All over the run, the first as it begins; of one that goes on, less is left.
+            share = (hits // 2 + rng.random()) / (MOMENTS / 2) * (0.3 if hits % 2 else 0.8) if hits else 0.0
             status, _, err = forks.run(folder, 0.1 + seconds * share)
             if status == 0:
                 # Finished before its moment came: the next begins with nothing, so that there is something to interrupt.
