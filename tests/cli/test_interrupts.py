@@ -23,7 +23,7 @@ from probelens.experiments import RunRecord, Store
 from probelens.models.evaluation import EvalResult
 from probelens.models.training import TrainResult
 
-MOMENTS = 6
+MOMENTS = 4
 MOMENTS_FROM_THE_START = 2
 SIZES = ("archs=gru", "steps=40", "n_probe=20", "n_ablate=4", "n_pairs=2", "controls=1", "workers=1")
 WORDS = ["run", "quickstart", "--preset", "smoke", *(w for s in SIZES for w in ("--set", s))]

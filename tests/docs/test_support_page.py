@@ -34,7 +34,7 @@ def test_the_text_of_the_page_is_what_its_script_writes() -> None:
     assert page == support_page.PAGE.read_text(encoding="utf-8"), "python docs/tools/support_page.py"
 
 
-def some(names: Sequence[str], most: int = 4) -> tuple[str, ...]:
+def some(names: Sequence[str], most: int = 2) -> tuple[str, ...]:
     """A few models of a family of many, from all over the list: each has its own tests elsewhere."""
     return tuple(names[:: math.ceil(len(names) / most)])
 
