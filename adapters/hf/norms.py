@@ -41,7 +41,7 @@ def instrumented(norm: nn.Module, tap: Tap) -> contextlib.AbstractContextManager
         normalized = tap("hook_normalized", centered / scale)
         return _affine(normalized, weight, bias).to(own.dtype).view_as(own) if edited else own
 
-    return swapped_forward(norm, forward)
+    return swapped_forward(norm, forward, here=tap.here)
 
 
 def _with_positions(norm: nn.Module, x: Tensor, batch: int | None) -> Tensor:

@@ -32,4 +32,4 @@ def instrumented(table: nn.Module, tap: Tap) -> contextlib.AbstractContextManage
             rows = tap(name, rows)
         return rows
 
-    return swapped_forward(table, forward)
+    return swapped_forward(table, forward, here=tap.here)

@@ -107,9 +107,15 @@ def test_two_threads_sweep_one_model_and_its_own_forward_runs_meanwhile(family: 
     assert torch.equal(zoo.logits(net, x), own)
 
 
-@pytest.mark.parametrize("point", ["blocks.0.mixer.hook_conv", RESID])
-def test_hooks_reach_the_calls_of_their_thread_only_also_plain_ones(point: str) -> None:
-    net, x = zoo.build("mamba"), zoo.tokens()
+@pytest.mark.parametrize(
+    ("family", "point"),
+    [
+        ("mamba", "blocks.0.mixer.hook_conv"), ("mamba", RESID), ("gpt2", "hook_pos_embed"),
+        ("gpt2", "blocks.0.ln1.hook_scale"),
+    ],
+)  # fmt: skip
+def test_hooks_reach_the_calls_of_their_thread_only_also_plain_ones(family: str, point: str) -> None:
+    net, x = zoo.build(family), zoo.tokens()
     model, own = pl.wrap(net), zoo.logits(net, x)
     with model.hooks([(point, lambda t, hook: t * 0)]):
         edited = zoo.logits(net, x)
