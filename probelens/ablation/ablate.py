@@ -135,7 +135,8 @@ def ablate(
 
         - "yes": adjusted p ≤ 0.05 and the effect's interval above 0. Where the matched draws are no control, the drop must
             also exceed, interval for interval, that of the top principal components orthogonal to the subspace. Not at
-            sites that are "floor", "tautological" or "absent", nor where the label goes with the target and ``given`` isn't.
+            sites that are "floor", "tautological" or "absent", nor where the label goes with the target and ``given`` isn't,
+            nor where the subspace's mean is far from the activations' own (``mean_shift`` above 1).
         - "no": the site is "unread"; or the variable is "erased" and the interval of the drop ends below 0.05 of the accuracy
             above chance (0.05 nats of a loss), or so does that of the effect, measured from draws that share less than 0.3 of
             the subspace.

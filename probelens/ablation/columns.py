@@ -58,6 +58,14 @@ EFFECT = (
     Column(
         "control_problem", str | None, "Why there are no matched controls, or why they are none; or None.", on=TARGETS
     ),
+    Column(
+        "mean_shift",
+        float | None,
+        "Distance from the mean of the activations to the one that the removal leaves, within the subspace; above 1 it puts "
+        "in something that no control does. None where the activations don't vary there.",
+        "standard deviations",
+        TARGETS,
+    ),
     _target(
         "effect",
         float | None,

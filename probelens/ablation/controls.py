@@ -136,7 +136,9 @@ def with_controls(
         drawn, problem = _draw_controls(space, mean, covariance, kinds, draws, seed_of_place(seed, place))
         about = partial(_about, site, covariance, between, span_of(space))
         target = about("target", 0, space)
-        target.update(control_overlap=_overlap(space, drawn), control_problem=problem)
+        target.update(
+            control_overlap=_overlap(space, drawn), control_problem=problem, mean_shift=_shift(space, mean, covariance)
+        )
         out.append(Removal(target, space if space.rank else None))
         out += [Removal(about(kind, i, q), q) for kind, i, q in drawn]
     return out
@@ -184,6 +186,17 @@ def _draw_controls(
     if "orthogonal_pca" in kinds and space.rank < space.d:
         out.append(("orthogonal_pca", 0, orthogonal_pca(target, covariance, mean=mean)))
     return out, problem
+
+
+def _shift(space: Subspace | Eraser, mean: Tensor, covariance: Tensor) -> float | None:
+    """How far the mean that a removal leaves is from the activations' own, in their standard deviations within the subspace."""
+    if not space.rank:
+        return None
+    span = span_of(space)
+    basis = span.basis.double().cpu()
+    moved = float((basis @ (mean.double().cpu() - span.mean.double().cpu())).square().sum())
+    spread = float(torch.einsum("rd,de,re->", basis, covariance.double().cpu(), basis))
+    return (moved / spread) ** 0.5 if spread > 0 else None
 
 
 def _overlap(space: Subspace | Eraser, drawn: Sequence[tuple[str, int, Subspace]]) -> float | None:

@@ -12,6 +12,7 @@ from probelens.ablation.columns import ABLATION
 from probelens.ablation.controls import CONTROLS
 from probelens.ablation.given import warning
 from probelens.ablation.scoring import COST
+from probelens.ablation.verdict import SHIFTED
 from probelens.probing.power import RESIDUE
 from probelens.results.rows import Rows
 from probelens.results.sentences import between, count, fixed, hundredths, percent, place, points, sites, valued
@@ -233,12 +234,18 @@ def _effect(row: Mapping[str, Any], draws: int, metric: str) -> str:
 
 
 def _problem(row: Mapping[str, Any]) -> str:
-    """Why there is no control of equal variance, where one was asked for."""
-    return (
+    """Why there is no control of equal variance, where one was asked for, and what no control does."""
+    said = (
         f" No control of equal variance: {row['control_problem']}."
         if row.get("control_problem") and row["rank"]
         else ""
     )
+    if (shift := row.get("mean_shift") or 0.0) > SHIFTED:
+        said += (
+            f" The subspace's mean is {fixed(shift)} standard deviations from that of these activations, so removing it also "
+            "puts in a value that no control does. Give the mean of activations like these."
+        )
+    return said
 
 
 def _needed(rows: Sequence[Mapping[str, Any]]) -> str:

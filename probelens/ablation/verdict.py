@@ -12,6 +12,7 @@ from probelens.subspaces.matched import OVERLAP
 FLOOR = 0.2
 MEANINGFUL = 0.05  # of the accuracy above chance, or nats: a smaller effect counts as none
 SIGNIFICANT = 0.05
+SHIFTED = 1.0  # standard deviations from the activations' own mean
 
 
 def verdict(
@@ -54,7 +55,8 @@ def needed(row: Mapping[str, Any], beside: Sequence[Mapping[str, Any]], metric: 
     if (row.get("association") or 0.0) >= ASSOCIATED and not row.get("given"):
         return "can't tell"  # the cost may be that of the label which it goes with
     if low > 0 and row["effect_p_adjusted"] <= SIGNIFICANT and _fair(row, beside, sign):
-        return "yes"
+        # Beyond, the cost may be that of the value put in, and the controls put in none.
+        return "yes" if (row.get("mean_shift") or 0.0) <= SHIFTED else "can't tell"
     if row["verdict"] != "erased":
         return "can't tell"
     room = 1.0 if row["chance"] is None else row["clean"] - row["chance"]

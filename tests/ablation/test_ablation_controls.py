@@ -142,6 +142,24 @@ def test_a_matched_control_that_contains_the_target_is_none_and_is_said_to_be_no
     assert row["control_overlap"] < 0.3  # type: ignore[operator]
 
 
+def test_a_value_that_a_removal_puts_in_is_no_need_of_the_direction() -> None:
+    model, batch = known(n=80)
+    x = pl.collect(model, batch, SITES[1])[SITES[1]][batch.mask]
+    mean, q = x.mean(0), torch.eye(x.shape[-1])[:1]
+    sd = float((x @ q[0]).std(correction=0))
+    for far in (0.0, 0.5, 6.0):
+        space = pl.Subspace(q, mean + far * sd * q[0])
+        got = pl.ablate(model, batch, {SITES[1]: space}, label="answer", refit=False, controls=20)
+        row = target(got)
+        assert row["mean_shift"] == pytest.approx(far, abs=1e-4)
+        if far > 1:
+            assert row["needed"] == "can't tell"
+            assert f"The subspace's mean is {far:.2f} standard deviations" in str(got)
+        else:
+            assert row["needed"] == "yes", "the control: the bit is read"
+            assert "The subspace's mean is" not in str(got)
+
+
 def test_the_overlap_stands_on_every_control() -> None:
     model, batch = known(n=30)
     got = pl.ablate(model, batch, {SITES[1]: axes(0, 1)}, label="answer", refit=False, controls=5)
