@@ -24,7 +24,16 @@ __all__ = [
 
 
 class ProbelensError(Exception):
-    """Base of every error that probelens raises on purpose."""
+    """Base of every error that probelens raises on purpose.
+
+    Args:
+        reason: What was asked, found and allowed; kept as ``reason``, for a caller that goes on without.
+        advice: What to do instead, where a caller that goes on may leave that out.
+    """
+
+    def __init__(self, reason: str = "", advice: str = "") -> None:
+        super().__init__(f"{reason}. {advice}" if advice else reason)
+        self.reason = reason
 
 
 class UnknownHookError(ProbelensError, KeyError):

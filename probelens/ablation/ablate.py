@@ -197,7 +197,7 @@ def ablate(
                 within = None if strata is None else spread_labels("given", strata, n)
                 # What no verdict rests on takes no time.
                 found, by_position = refit_check(
-                    *known, groups_of(batch), mlp=mlp, margin=margin, given=within, seed=seed,
+                    *known, groups_of(batch), mlp=mlp, margin=margin, given=within, name=label, seed=seed,
                     power=not (floor or readout or site in unread),
                 )  # fmt: skip
             row.update(found)

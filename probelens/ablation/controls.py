@@ -20,7 +20,6 @@ from probelens.subspaces.directions import between_share, variance_share
 from probelens.subspaces.fitted import moments, top_pca
 from probelens.subspaces.leace import Eraser
 from probelens.subspaces.matched import OVERLAP, orthogonal_pca, random, random_matched, seed_of_place
-from probelens.subspaces.oracle import BoundEraser
 from probelens.subspaces.subspace import Subspace
 from probelens.tasks.data import Batch
 from probelens.tasks.examples import spread_labels, spread_mask
@@ -163,15 +162,15 @@ def _draw_controls(
     problem: str | None = None
     if not draws.most or not kinds or not space.rank:
         return out, None if space.rank else "the subspace is empty, so there is nothing to compare with"
-    if isinstance(space, BoundEraser) and space.rank == space.d:
-        return out, "it moves every direction, so no other subspace of its rank is there to compare with"
+    if space.rank == space.d:
+        return out, "it takes every direction, so no other subspace of its rank is there to compare with"
     target = span_of(space)
     matched: list[Subspace] = []
     if "random_matched" in kinds:
         try:
             matched = random_matched(space, covariance, n=draws.most, seed=seed, mean=mean)
         except InputError as err:
-            problem = str(err).split(". ")[0]  # what else to do is said of a call of its own
+            problem = err.reason
     shared = sum(target.overlap(q) for q in matched) / len(matched) if matched else 0.0
     if shared >= OVERLAP:
         problem = f"random subspaces that remove as much variance share {shared:.2f} of it: they contain it and are no control"

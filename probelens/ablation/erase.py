@@ -20,7 +20,7 @@ from probelens.ablation.ablate import MARGIN, ablate
 from probelens.ablation.answers import Metric
 from probelens.ablation.columns import ABLATION
 from probelens.ablation.controls import CONTROLS, Control, check_activations, label_of
-from probelens.ablation.given import Given, strata_given
+from probelens.ablation.given import Given, need_known, strata_given
 from probelens.ablation.result import AblationResult
 from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
@@ -179,7 +179,8 @@ def erase(
         UnknownHookError: A site that the model doesn't have.
         ShapeError: Batches of different lengths are fine, but a site must give (batch, pos, d).
         InputError: An unknown method or label, ``given`` with "quadratic", a class with no more rows than the width for
-            "quadratic", a label that what is given tells wholly, one class only, NaN at a site, or more than 5 % of the held-out
+            "quadratic", a given label of one value, or with values that ``fit_batch`` lacks, a label that what is given tells wholly,
+            one class only, NaN at a site, or more than 5 % of the held-out
             sequences are in ``fit_batch`` too.
 
     Units:
@@ -202,6 +203,7 @@ def erase(
     target = label_of(held_batch, label_of(held_batch, label, "label") if target is None else target, "target")
     require_disjoint(fit_batch, held_batch)
     strata = strata_given(fit_batch, given, label)
+    need_known(fit_batch, held_batch, given, label)
     names = [point.name for point in resolve(model, sites)]
     if method in ("oracle", "quadratic") and (states := [name for name in names if model.point(name).step]):
         raise InputError(

@@ -11,7 +11,7 @@ from probelens.ablation.controls import label_of
 from probelens.errors import InputError
 from probelens.numerics.association import ASSOCIATED, association, strata_of
 from probelens.results.sentences import percent
-from probelens.tasks.examples import spread_labels, spread_mask
+from probelens.tasks.examples import label_mask, spread_labels, spread_mask
 
 Given = str | Sequence[str] | None
 
@@ -30,9 +30,31 @@ def strata_given(batch: Any, given: Given, label: str) -> Tensor | None:
     """Strata of a batch by the labels that are given, (example, pos); None where none is."""
     names = names_given(given, label)
     for name in names:
-        if batch.labels[label_of(batch, name, "given")].is_floating_point():
+        values = batch.labels[label_of(batch, name, "given")]
+        if values.is_floating_point():
             raise InputError(f"given={name!r} holds numbers, which have no strata. Give it in classes: bin it first.")
+        if len(known := values_of(batch, name)) < 2:
+            raise InputError(
+                f"given={name!r} is {known[0]} wherever labels count, so nothing is given. Leave it out, or give a label that "
+                "varies."
+            )
     return strata_of(_alike(*(batch.labels[name] for name in names))) if names else None
+
+
+def values_of(batch: Any, name: str) -> list[int]:
+    """The values of a label where labels count."""
+    values = batch.labels[name]
+    return values[label_mask(batch.mask, values)].unique().tolist()
+
+
+def need_known(fit: Any, held: Any, given: Given, label: str) -> None:
+    """Refuse (InputError) held-out sequences with a value of a given label that the eraser was not fitted on."""
+    for name in names_given(given, label):
+        if new := sorted(set(values_of(held, name)) - set(values_of(fit, name))):
+            raise InputError(
+                f"given={name!r} is {new[0]} in held_batch, and never in fit_batch: nothing was erased within that. Fit on "
+                "sequences with every value, or leave these out of held_batch."
+            )
 
 
 def goes_with(batch: Any, label: str, target: str, seed: int = 0) -> float | None:

@@ -263,7 +263,7 @@ def interchange(
         - "unread": noise does not change the output at all;
         - "unreadable": Q works, but the probe that it is taken from reads no more there than the best guess without
             activations, so that its class means differ by what goes with the label, such as the token;
-        - "no control": the answer follows Q, but no control was drawn that does not contain it;
+        - "no control": the answer follows Q, but no control was drawn that does not contain it; or Q is empty;
         - "underpowered": the intervals are too wide to say.
 
         A control that shares 0.3 or more of the target (``control_overlap``) contains it and is no control; it is left

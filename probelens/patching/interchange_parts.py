@@ -195,10 +195,9 @@ class Here:
         rest = self.about("complement", self.width - space.rank)
         out = [self._everything(), self.swap(about, left, right), self.swap(rest, left, right, complement=True)]
         out += self._seen(target, about)
-        if not space.rank or space.rank >= space.d:
-            about["control_problem"] = (
-                "the subspace is empty or the whole activation, so there is nothing to compare with"
-            )
+        if space.rank in (0, space.d):
+            what = "the whole activation" if space.rank else "empty"
+            about["control_problem"] = f"the subspace is {what}, so there is nothing to compare with"
             return out
         return out + self._controls(target, kinds, draws, seed, about)
 

@@ -60,7 +60,8 @@ class InterchangeResult(Rows):
         ),
         Column(
             "variance", float | None,
-            "Share of the squared difference between the two runs' activations that is taken, over all real positions.", SHARE,
+            "Share of the squared difference between the two runs' activations that is taken, over all real positions of all pairs, "
+            "answered or not.", SHARE,
         ),
         Column("between_variance", float | None, "Share of the between-class variance that it carries; None for one given.", SHARE, TARGETS),
         Column("control_overlap", float | None, "Share of the target that a control shares; from 0.3 on it is no control.", SHARE),

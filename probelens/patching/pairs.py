@@ -5,7 +5,7 @@ Answers of several tokens are scored under teacher forcing, each in a run of its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from probelens.hooks.edits.values import Add
 from probelens.hooks.inputs import mask_for_model, padding_mask
 from probelens.hooks.model import HookedModel
 from probelens.hooks.points import has_positions
+from probelens.numerics.tensors import whole_number
 from probelens.patching.metric import NAMES, Metric, answered, chosen_answers, read_metric
 from probelens.running.shapes import output_shape, positions_at
 from probelens.running.sweep.conditions import Intervention, Read
@@ -77,10 +78,6 @@ def columns(pos: Pos, length: int, n: int, pairs: Any = None) -> tuple[list[Colu
     """
 
     def constant(p: int) -> Column:
-        if not -length <= p < length:
-            raise InputError(
-                f"position {p} asked for, but the sequences have {length}: allowed are {-length} to {length - 1}"
-            )
         where = torch.full((n,), p % length)
         return where, where
 
@@ -102,9 +99,7 @@ def columns(pos: Pos, length: int, n: int, pairs: Any = None) -> tuple[list[Colu
             raise InputError(f"a position is outside the {length} positions of the sequences")
         pos = pos.long() % length
         return [(pos, pos) if pos.ndim == 1 else (pos[:, 1], pos[:, 0])], ["per example"]
-    if isinstance(pos, int):
-        wanted = [pos]
-    elif isinstance(pos, slice):
+    if isinstance(pos, slice):
         wanted = list(range(length))[pos]
     elif isinstance(pos, Tensor):
         raise ShapeError(
@@ -112,7 +107,8 @@ def columns(pos: Pos, length: int, n: int, pairs: Any = None) -> tuple[list[Colu
             f"{tuple(pos.shape)}"
         )
     else:
-        wanted = [int(p) for p in pos]
+        several = pos if isinstance(pos, Iterable) else [pos]
+        wanted = [whole_number("pos", p, -length, length - 1) for p in several]
     if not wanted:
         raise InputError(f"pos={pos!r} selects no position of {length}")
     return [constant(p) for p in wanted], [str(p % length) for p in wanted]
@@ -216,22 +212,23 @@ def chosen_sides(model: HookedModel, pairs: PatchPairs, caller: str) -> Sides:
         )
     if answers is not None and answers.ndim == 3 and not pairs.any_of:
         raise InputError(
-            f"answers are of up to {answers.shape[2]} tokens, and several tokens have no argmax. {taken}. Give the first "
-            "token of each, or sets where the tokens are alternatives (any_of=True); pl.patch scores answers of several tokens "
-            "by their log-probability"
+            f"answers are of up to {answers.shape[2]} tokens, and several tokens have no argmax",
+            f"{taken}. Give the first token of each, or sets where the tokens are alternatives (any_of=True); pl.patch scores "
+            "answers of several tokens by their log-probability",
         )
     told = [_told(model, pairs, side) for side in (0, 1)]
     shape, kind = output_shape(model, pairs.sides[0], told[0]), f"this {type(model.module).__name__}"
     _check_places(kind, pairs, shape)
     if len(shape) == 1 or shape[-1] == 1:
         raise InputError(
-            f"{kind} gives one number, which has no argmax. {taken}. Give two logits with pl.wrap(module, output=...), such as "
+            f"{kind} gives one number, which has no argmax",
+            f"{taken}. Give two logits with pl.wrap(module, output=...), such as "
             "lambda out: torch.stack([0 * out, out], -1) where the number is a logit; for values, pl.patch(metric='value') "
-            "puts whole activations in, and pl.erase(metric='r2') removes a subspace"
+            "puts whole activations in, and pl.erase(metric='r2') removes a subspace",
         )
     if answers is None:
         raise InputError(
-            f"{caller} asks whose answer a run gives, and the pairs say none. Give PatchPairs(answers=...)"
+            f"{caller} asks whose answer a run gives, and the pairs say none", "Give PatchPairs(answers=...)"
         )
     made = []
     for side in (0, 1):

@@ -150,8 +150,9 @@ def _ridge(x: Tensor, y: Tensor, others: list[Tensor], k: int) -> list[Tensor]:
 
 @exact
 def refit_accuracy(
-    clean: Tensor, ablated: Tensor, labels: Tensor, mask: Tensor, groups: Tensor, *, mlp: bool = True, seed: int = 0
-) -> tuple[dict[str, Any], Tensor]:
+    clean: Tensor, ablated: Tensor, labels: Tensor, mask: Tensor, groups: Tensor, *, mlp: bool = True,
+    name: str = "label", seed: int = 0,
+) -> tuple[dict[str, Any], Tensor]:  # fmt: skip
     """Whether a label can still be read after an ablation: probes fitted before and after it.
 
     Args:
@@ -161,6 +162,7 @@ def refit_accuracy(
         mask: Where labels count. (n, pos)
         groups: What a split keeps together. (n,)
         mlp: Also a small MLP on the ablated activations.
+        name: Of the label, for errors.
         seed: Of the split.
 
     Returns:
@@ -185,13 +187,13 @@ def refit_accuracy(
         )
     labels, _ = class_numbers(labels, mask)
     split = split_by_group(groups, FRACTIONS, seed)
-    tasks = {"label": labels}
+    tasks = {name: labels}
     before = Fitted.of(clean, tasks, mask, split, DEFAULT_CS, 1e-3, None, seed)
     after = Fitted.of(ablated, tasks, mask, split, DEFAULT_CS, 1e-3, None, seed)
     keep = mask[split.test]
     truth = labels[split.test][keep]
     most = torch.bincount(labels[split.train][mask[split.train]]).argmax()
-    right = [(fit.guess["label"] == labels[split.test]) & keep for fit in (before, after)]
+    right = [(fit.guess[name] == labels[split.test]) & keep for fit in (before, after)]
     row = {
         "refit_score": "accuracy",
         "probe_accuracy": share(right[0][keep]),
@@ -289,6 +291,7 @@ def refit_check(
     margin: float = 0.02,
     given: Tensor | None = None,
     power: bool = True,
+    name: str = "label",
     seed: int = 0,
 ) -> tuple[dict[str, Any], Tensor]:
     """All probes that an ablation is tested with, trained and tested on ablated activations.
@@ -321,7 +324,7 @@ def refit_check(
     labels, _ = class_numbers(labels, mask)
     if given is not None:
         mask = balanced(labels, mask, given, seed)
-    row, by_position = refit_accuracy(clean, ablated, labels, mask, groups, mlp=mlp, seed=seed)
+    row, by_position = refit_accuracy(clean, ablated, labels, mask, groups, mlp=mlp, name=name, seed=seed)
     split = split_by_group(groups, FRACTIONS, seed)
     majority, position, *stratum = guess_accuracy(labels, mask, split, given)
     row["refit_position_accuracy"] = position_probes(ablated, labels, mask, split).accuracy

@@ -67,6 +67,8 @@ def needed(target: Mapping[str, Any] | None, beside: Mapping[str, Any] | None, r
     """What removing the class means says, where they are means of something that can be read, and what probe rows cost."""
     word = None if target is None else target.get("needed")
     out: dict[str, Any] = {"needed": "can't tell" if word == "yes" and readable != "yes" else word}
+    if target is not None and target.get("verdict") == "erased" and readable == "no":
+        out["verdict"] = "absent"  # what is guessed as well without a state was never read from one
     if beside is not None:
         out.update(
             filter_drop=beside["drop"], filter_refit_accuracy=beside.get("refit_accuracy"),
@@ -110,7 +112,6 @@ def interchanged(rows: Sequence[Mapping[str, Any]], site: str, readable: str) ->
     target, word = here["target"], here["target"]["verdict"]
     out.update({k: target[k] for k in ("iia", "iia_lo", "iia_hi")})
     out.update(interchange=word, iia_complement=here["complement"]["iia"])
-    no = ("used elsewhere", "not here", "illusory", "unread", "unreadable")
-    if word == "used" and readable != "yes":
-        return {**out, "used": readable}
-    return {**out, "used": "yes" if word == "used" else "no" if word in no else "can't tell"}
+    no = ("used elsewhere", "not here", "illusory", "unread")
+    yes = word == "used" and readable == "yes"
+    return {**out, "used": "yes" if yes else "no" if word in no else "can't tell"}

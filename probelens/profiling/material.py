@@ -116,7 +116,8 @@ def _of_task(
     size = {name: defaults[name] if given is None else given for name, given in sizes.items()}
     data = task.splits({"probe": size["n_probe"], "ablate": size["n_ablate"]}, length=size["length"], seed=seed)
     if pairs is None:
-        pairs = {target: task.pairs(size["n_pairs"], length=size["length"], seed=seed)}
+        n = size["n_pairs"]
+        pairs = {target: task.pairs(n, length=size["length"], seed=seed)} if n else {}
     return Material(
         data["probe"], data["ablate"], labels, target, metric or "accuracy", _pairs_by_name(pairs, target),
         dict(task.config), size["length"], WARM_UP,

@@ -75,7 +75,7 @@ def profile(
         length: Tokens in each sequence of a task; None for 40.
         n_probe: Sequences of a task for probes, split 60/20/20; None for 400.
         n_ablate: Sequences of a task for ablations; None for 150.
-        n_pairs: Pairs of a task, or of a batch at most, where ``pairs`` is None; None for 64. Those of a batch are two of
+        n_pairs: Pairs of a task, or of a batch at most, where ``pairs`` is None; None for 64, 0 for none. Those of a batch are two of
             the examples for ablations, of equal masks and lengths, whose targets differ.
         pairs: PatchPairs, or PatchPairs by name; None for pairs on the target; {} for none. Pairs under the name of a
             label differ in it, and are interchanged as well as patched.
@@ -125,7 +125,7 @@ def profile(
         try:
             chosen_sides(model, swapped.pairs, "interchange()")
         except InputError as err:
-            unasked[f"{name}: used"] = str(err).split(". ")[0]  # the reason, without what else to do
+            unasked[f"{name}: used"] = err.reason
             continue
         interchanges[name] = interchange(
             model, swapped.pairs, probes, pos=swapped.pos, groups=swapped.groups, label=name, controls=controls, seed=seed,

@@ -99,7 +99,7 @@ class Profile(Result):
 
         Returns:
             Columns label, layer, site, readable, accuracy (r2 of values), baseline, needed, drop, variance, effect, verdict (of the
-            ablation), filter_drop, filter_variance, sufficient, recovery, used, iia, iia_complement and interchange.
+            ablation; "absent" also where readable is "no" and a refitted probe reads nothing), filter_drop, filter_variance, sufficient, recovery, used, iia, iia_complement and interchange.
         """
         shown = (
             "label", "layer", "site", "readable", "accuracy", "r2", "baseline", "needed", "drop", "variance", "effect", "verdict",

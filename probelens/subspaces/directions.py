@@ -10,6 +10,7 @@ from torch import Tensor
 
 from probelens.errors import InputError
 from probelens.numerics.linalg import covariance_of
+from probelens.numerics.tensors import whole_number
 from probelens.probing.directions import DEFINITIONS, Definition
 from probelens.subspaces.leace import Eraser
 from probelens.subspaces.subspace import Subspace
@@ -31,8 +32,9 @@ def directions(
         rank: At most so many directions, the first ones by the definition; None for all.
 
     Returns:
-        Site to ``Subspace``, or ``Eraser`` for "leace", around the mean of the training rows. Empty where the
-        probe found nothing.
+        Site to ``Subspace``, or ``Eraser`` for "leace", around the mean of the training rows. Class means differ a
+        little where there is nothing to read, too: whether there is, the probes' intervals say, and the verdicts of what
+        takes the directions.
 
     Raises:
         InputError: Not a ``ProbeResult``, an unknown definition or label, a rank under 1, or a result that was saved
@@ -50,12 +52,12 @@ def directions(
     """
     if not hasattr(probes, "directions") or not hasattr(probes, "sites"):
         raise InputError(
-            f"subspaces must be a mapping from hook point to Subspace or Eraser, or what probelens.probe() returned; got a {type(probes).__name__}"
+            f"directions are taken of what probelens.probe() returned, got a {type(probes).__name__}. Give that; where a "
+            "primitive takes subspaces, a mapping from hook point to Subspace or Eraser will do as well"
         )
     if definition not in DEFINITIONS:
         raise InputError(f"directions={definition!r} is not known. Allowed: {', '.join(map(repr, DEFINITIONS))}")
-    if rank is not None and (not isinstance(rank, int) or rank < 1):
-        raise InputError(f"rank={rank}: it must be a whole number, at least 1")
+    rank = None if rank is None else whole_number("rank", rank)
     out: dict[str, Subspace | Eraser] = {}
     for site in probes.sites:
         mean = probes.mean(site).double()

@@ -158,8 +158,8 @@ def random_matched(
     if shared > max_overlap:
         raise InputError(
             f"subspaces that remove as much variance as the target nearly coincide with it "
-            f"(overlap {shared:.3f}, allowed {max_overlap}): it holds the activations' extreme directions. "
-            "Compare with top_pca and random instead, or raise max_overlap and report it."
+            f"(overlap {shared:.3f}, allowed {max_overlap}): it holds the activations' extreme directions",
+            "Compare with top_pca and random instead, or raise max_overlap and report it.",
         )
     return found
 

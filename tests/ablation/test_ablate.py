@@ -457,9 +457,18 @@ def test_nothing_to_remove_costs_nothing_and_all_of_it_has_no_matched_control() 
     assert target(none)["drop"] == 0.0
     assert "empty" in str(target(none)["control_problem"])
     every = pl.ablate(model, batch, {site: axes(*range(D))}, label="answer", controls=4, refit=False)
-    assert "only one subspace of that rank" in str(target(every)["control_problem"])
-    assert target(every)["effect_against"] == "random"
-    assert target(every)["effect"] == pytest.approx(0.0)
+    assert "it takes every direction" in str(target(every)["control_problem"])
+    assert len(every.rows) == 1, "a random subspace of every direction is the target itself"
+    assert (target(every)["effect"], target(every)["needed"]) == (None, "can't tell")
+
+
+def test_one_class_only_is_said_of_the_label_by_its_own_name() -> None:
+    model, batch = known()
+    constant = pl.Batch(
+        batch.tokens, {"answer": batch.labels["answer"], "tense": torch.zeros_like(batch.labels["answer"])}
+    )
+    with pytest.raises(pl.InputError, match="'tense' have one class only"):
+        pl.ablate(model, constant, {"blocks.0.hook_resid_post": axes(0)}, label="tense", target="answer", controls=2)
 
 
 @pytest.mark.parametrize("family", ["neox", "mamba", "lstm", "gru-fused-time-first"])

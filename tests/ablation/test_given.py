@@ -101,6 +101,12 @@ def test_errors_of_what_is_given() -> None:
     numbers = [pl.Batch(b.tokens, {**b.labels, "v": b.labels["y"].float()}) for b in (fit, held)]
     with pytest.raises(pl.InputError, match="no strata"):
         pl.erase(model, *numbers, label="z", target="y", given="v", **KW)  # type: ignore[arg-type]
+    constant = [pl.Batch(b.tokens, {**b.labels, "c": torch.full_like(b.labels["y"], 3)}) for b in (fit, held)]
+    with pytest.raises(pl.InputError, match="given='c' is 3 wherever labels count"):
+        pl.erase(model, *constant, label="z", target="y", given="c", **KW)  # type: ignore[arg-type]
+    new = pl.Batch(held.tokens, {**held.labels, "y": held.labels["y"] + 1})
+    with pytest.raises(pl.InputError, match="given='y' is 2 in held_batch, and never in fit_batch"):
+        pl.erase(model, fit, new, label="z", target="z", given="y", **KW)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("margin", [float("nan"), -0.1, 1.0])

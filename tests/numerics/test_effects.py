@@ -20,6 +20,13 @@ def null(seed: int, m: int, n: int, spread: float, noise: float) -> torch.Tensor
     )
 
 
+def test_the_seed_moves_no_end_by_more_than_the_sequences_noise() -> None:
+    costs = null(0, 99, 300, 0.2, 0.02)
+    found = [effect(costs[0], costs[1:], torch.ones(300), seed=seed) for seed in range(5)]
+    for ends in ([one.low for one in found], [one.high for one in found]):
+        assert max(ends) - min(ends) < 1e-3  # 0.05 where each sample's draw is a random one
+
+
 @pytest.mark.parametrize("m", [20, 99])
 @pytest.mark.parametrize("spread", [0.02, 0.2])
 def test_a_target_that_is_a_draw_of_its_control_has_zero_inside_in_nineteen_of_twenty(m: int, spread: float) -> None:

@@ -175,6 +175,11 @@ def test_a_control_that_cannot_be_drawn_is_said_beside_the_target() -> None:
     assert weak["control_problem"] is None
     whole = interchange(model, pairs, {"blocks.0.hook_resid_post": axis(*range(6))}, pos=2).targets()[0]
     assert "nothing to compare" in whole["control_problem"]
+    empty = interchange(model, pairs, {"blocks.0.hook_resid_post": axis()}, pos=2).targets()[0]
+    assert (empty["verdict"], empty["why"]) == (
+        "no control",
+        "the subspace is empty, so there is nothing to compare with",
+    )
 
 
 def test_few_pairs_are_underpowered() -> None:
@@ -261,3 +266,11 @@ def test_bad_input_is_named_before_anything_runs() -> None:
         interchange(model, pairs, {"blocks.7.hook_resid_post": axis(0)})
     with pytest.raises(pl.InputError, match="a Tensor"):
         interchange(model, pairs, {site: torch.eye(6)[:1]})
+    for pos in (True, 3, -4, [0, 1.5], 2.0):
+        with pytest.raises(pl.InputError, match="from -3 to 2"):
+            interchange(model, pairs, {site: axis(0)}, pos=pos)  # type: ignore[arg-type]
+    with pytest.raises(pl.InputError, match="pl.patch scores") as refused:
+        interchange(
+            model, dataclasses.replace(pairs, answers=pairs.answers[..., None].expand(-1, -1, 2)), {site: axis(0)}
+        )
+    assert refused.value.reason == "answers are of up to 2 tokens, and several tokens have no argmax"

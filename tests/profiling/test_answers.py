@@ -51,9 +51,9 @@ def test_sufficiency_leaves_out_cells_that_are_one_by_construction() -> None:
 @pytest.mark.parametrize(
     ("word", "read", "used"),
     [
-        ("used", "yes", "yes"), ("used", "no", "no"), ("used", "can't tell", "can't tell"), ("illusory", "yes", "no"),
+        ("used", "yes", "yes"), ("used", "no", "can't tell"), ("used", "can't tell", "can't tell"), ("illusory", "yes", "no"),
         ("used elsewhere", "yes", "no"), ("not here", "yes", "no"), ("spread", "yes", "can't tell"),
-        ("underpowered", "yes", "can't tell"), ("unreadable", "no", "no"),
+        ("underpowered", "yes", "can't tell"), ("unreadable", "no", "can't tell"),
     ],
 )  # fmt: skip
 def test_used_is_said_only_of_what_can_be_read(word: str, read: str, used: str) -> None:
@@ -70,6 +70,9 @@ def test_needed_is_said_only_of_what_can_be_read() -> None:
     ask = lambda word, read: answers.needed({"needed": word}, None, read)["needed"]  # noqa: E731
     assert [ask("yes", read) for read in ("yes", "no", "can't tell")] == ["yes", "can't tell", "can't tell"]
     assert [ask(word, "no") for word in ("no", "can't tell")] == ["no", "can't tell"]
+    removed = {"needed": "no", "verdict": "erased"}
+    found = [answers.needed(removed, None, read).get("verdict", "erased") for read in ("yes", "no", "can't tell")]
+    assert found == ["erased", "absent", "erased"]
     beside = {"drop": 0.1, "refit_accuracy": 0.9}
     assert answers.needed(None, beside, "yes") == {"needed": None, "filter_drop": 0.1, "filter_refit_accuracy": 0.9}
 
