@@ -80,7 +80,7 @@ class VerifyReport(Rows):
         return px.bar(self.to_dataframe(), x="name", y="edit", color="ok", log_y=True)
 
     def findings(self) -> list[str]:
-        """How many points pass, and what is wrong with each of the others.
+        """How many points pass, what is wrong with each of the others, and remarks on those that pass.
 
         Returns:
             One line each.
@@ -88,6 +88,7 @@ class VerifyReport(Rows):
         bad = self.failures()
         lines = [f"{self.model}: {len(self.rows) - len(bad)} of {len(self.rows)} hook points pass"]
         lines += [f"  {row['name']}: {row['problem']}" for row in bad]
+        lines += [f"  {row['name']} passes: {row['note']}" for row in self.rows if row.get("note")]
         return lines + ([f"  left behind on: {', '.join(self.left_behind)}"] if self.left_behind else [])
 
     def __str__(self) -> str:
@@ -168,16 +169,24 @@ def _try(
         return row
     if row["identity"] > tolerance:
         row["problem"] = f"an edit that returns its input changes the output by {row['identity']:.2g}"
-    elif not row["edit"] > max(10 * min(row["identity"], 1e-5), 1e-7):
-        row["problem"] = "noise here doesn't change the output"
-    elif row["restored"] is not None and abs(row["restored"] - 1) > max(1e-3, 10 * tolerance):
+        return row
+    if not row["edit"] > max(10 * min(row["identity"], 1e-5), 1e-7):
+        # What the output is computed from makes it NaN, however little of it is left after rounding.
+        if not model.run_with_hooks(x, [(point.name, lambda tensor, hook: tensor * torch.nan)]).isnan().any():
+            row["problem"] = "the hook fired, but noise here doesn't change the output: nothing reads it"
+            return row
+        row["note"] = (
+            f"the hook fired and what follows reads it, but noise as large as the activations changes the output by "
+            f"{row['edit']:.1g} of its size, no more than rounding: on these inputs the output hardly depends on it"
+        )
+    if row["restored"] is not None and abs(row["restored"] - 1) > max(1e-3, 10 * tolerance):
         found = f"patching all of it from another run restores {row['restored']:.3f} of that run, not 1"
-        if _goes_around(model, point, other, source):
-            # True of the model, not a fault of the hook: the residual is not all that it passes on.
-            row["note"] = f"{found}: something goes around this block"
-        else:
+        if not _goes_around(model, point, other, source):
             row["problem"] = found
-    row["ok"] = not row["problem"]
+            return row
+        # True of the model, not a fault of the hook: the residual is not all that it passes on.
+        row["note"] = f"{found}: something goes around this block"
+    row["ok"] = True
     return row
 
 

@@ -86,7 +86,7 @@ class ProbeResult(Rows):
         Column("last_w", float, "Score of the best guess from the last w tokens.", "fraction of 1", _TOKENS),
         Column("untrained", float, "Score of the untrained model.", "fraction of 1", "task rows, with untrained"),
         Column("selectivity", float, "Score − the control task's.", "fraction of 1", "task rows, with control_task"),
-        Column("embedding", float, "Score at layer −1.", "fraction of 1", "task rows, with the embedding probed"),
+        Column("embedding", float, "Score at the embedding.", "fraction of 1", "task rows, with the embedding probed"),
         Column("codelength", float, "Online codelength of the labels.", "bits", _MDL),
         Column("uniform_codelength", float, "Codelength by an even distribution over the classes.", "bits", _MDL),
         Column("label_codelength", float, "Codelength by the label's own frequencies, n · H(y).", "bits", _MDL),

@@ -17,6 +17,7 @@ from probelens.probing.mdl import online_codelength
 from probelens.probing.result import CONTROL, LOCATED, TASK, UNTRAINED, ProbeResult, key
 from probelens.probing.splits import Split
 from probelens.probing.values import ValueFit, value_guesses
+from probelens.results.sentences import is_embedding
 from probelens.tasks.baselines import baselines
 
 
@@ -84,10 +85,10 @@ class Recorder:
                     mine["selectivity"] = mine["r2"] - row["r2"]
 
     def embedding(self) -> None:
-        """Add the score of the embedding to every task row, where that is among the sites."""
+        """Add the score of the embedding to every task row, or of what enters block 0, where one is among the sites."""
         mine = [r for r in self.out.rows if r["seed"] == self.seed and r["control"] == TASK]
         for row in mine:
-            first = [r for r in mine if r["label"] == row["label"] and r["layer"] == -1]
+            first = [r for r in mine if r["label"] == row["label"] and r["layer"] == -1 and is_embedding(r["site"])]
             if first:
                 row["embedding"] = first[0]["r2" if row["kind"] == "regression" else "accuracy"]
 

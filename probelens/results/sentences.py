@@ -63,11 +63,18 @@ def listed(words: Iterable[object], most: int = 6) -> str:
     return " and ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
 
 
+def is_embedding(site: str) -> bool:
+    """Whether a site of layer −1 is the embedding, or what enters block 0; other modules before the blocks are not."""
+    return "." not in site or site.endswith("hook_embed") or site == "blocks.0.hook_resid_pre"
+
+
 def place(row: Mapping[str, Any]) -> str:
     """Where a row was measured: "layer 3 (blocks.3.hook_resid_post)"; the final norm is no layer."""
     site, layer = str(row["site"]), row.get("layer")
     if layer is None or site.startswith(("ln_final.", "unembed.")):
         return site
+    if layer == -1 and not is_embedding(site):
+        return f"{site} (before the blocks)"
     return f"{layers([layer])} ({site})"
 
 
@@ -102,6 +109,10 @@ def sites(rows: Iterable[Mapping[str, Any]], among: Iterable[Mapping[str, Any]])
     for row in among:
         by_layer.setdefault(row.get("layer"), set()).add(row["site"])
     found = list(dict.fromkeys((row.get("layer"), row["site"]) for row in rows))
-    alone = [layer for layer, _ in found if layer is not None and len(by_layer[layer]) == 1]
-    named = [site for layer, site in found if layer is None or len(by_layer[layer]) > 1]
+
+    def is_layer(layer: int | None, site: str) -> bool:
+        return layer is not None and len(by_layer[layer]) == 1 and (layer >= 0 or is_embedding(site))
+
+    alone = [layer for layer, site in found if is_layer(layer, site)]
+    named = [site for layer, site in found if not is_layer(layer, site)]
     return " and ".join(filter(None, [layers(alone), listed(named, 12)]))

@@ -43,10 +43,36 @@ def test_verify_finds_points_that_are_silent_or_without_effect() -> None:
     problems = {row["name"]: row["problem"] for row in report.failures()}
     assert not report.ok
     assert "did not fire" in problems["blocks.1.hook_resid_pre"]
-    assert "doesn't change the output" in problems["blocks.2.hook_resid_post"]
+    assert "nothing reads it" in problems["blocks.2.hook_resid_post"]
     assert "blocks.0.hook_resid_post" not in problems
     assert "3 of 6" not in str(report)
     assert "2 of 6 hook points pass" in str(report)
+
+
+def test_what_hardly_matters_is_told_apart_from_what_nothing_reads() -> None:
+    raw = zoo.more("bert")
+    attention = raw.get_submodule(pl.wrap(raw).adapter.blocks[-1]).attention
+    with torch.no_grad():
+        attention.output.dense.weight.mul_(1e-9)
+    model, x = pl.wrap(raw), zoo.tokens()
+    report = model.verify(x)
+    assert report.ok, str(report)
+    last = f"blocks.{model.cfg.n_layers - 1}."
+    noted = {row["name"]: row["note"] for row in report.rows if row["note"]}
+    inside = {f"attn.hook_{part}" for part in ("q", "k", "v", "attn_scores", "pattern", "z")}
+    assert noted.keys() == {last + name for name in inside | {"hook_attn_out"}}
+    assert all("the hook fired" in note and "no more than rounding" in note for note in noted.values())
+    assert str(report).count("hardly depends on it") == len(noted)
+
+    # A plain hook finds as much: no noise on the values changes an output by more than its rounding.
+    with torch.no_grad():
+        plain = zoo.logits(raw, x)
+        handle = attention.self.value.register_forward_hook(
+            lambda m, args, out: out + torch.randn_like(out) * out.std()
+        )
+        noisy = zoo.logits(raw, x)
+        handle.remove()
+    assert (noisy - plain).abs().max() < 1e-6 * plain.abs().max()
 
 
 class Outside(nn.Module):

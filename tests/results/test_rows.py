@@ -381,6 +381,8 @@ def test_places_and_positions_are_named_as_the_concepts_say() -> None:
     named = {("blocks.1.hook_resid_pre", 0): "layer 0 (blocks.1.hook_resid_pre)",
              ("blocks.0.hook_resid_pre", -1): "the embedding (blocks.0.hook_resid_pre)",
              ("blocks.1.hook_resid_post", 1): "layer 1 (blocks.1.hook_resid_post)",
+             ("encoder.hook_embed", -1): "the embedding (encoder.hook_embed)",
+             ("encoder.0.hook_out", -1): "encoder.0.hook_out (before the blocks)",
              ("ln_final.hook_out", 2): "ln_final.hook_out"}  # fmt: skip
     assert [place({"site": site, "layer": layer}) for site, layer in named] == list(named.values())
     said = [["3"], ["1", "2", "3", "4", "7", "8"], ["all"], ["per example"]]
@@ -473,6 +475,27 @@ def test_sites_of_one_layer_are_told_apart_by_name_in_findings() -> None:
     assert sites(rows[:1] + rows[2:3], rows[:1] + rows[2:3]) == "layers 0 and 1"
     assert sites(rows[1:3], rows[:3]) == "layer 1 and blocks.0.hook_resid_post"
     assert sites([{"site": "ln_final.hook_out", "layer": None}], rows) == "ln_final.hook_out"
+
+
+def test_modules_before_the_blocks_are_not_called_the_embedding() -> None:
+    class Filtered(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.filter, self.rnn = torch.nn.Linear(3, 4), torch.nn.LSTM(4, 4, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.rnn(self.filter(x).relu())[0]
+
+    x = torch.randn(40, 6, 3, generator=torch.Generator().manual_seed(0))
+    model = pl.wrap(Filtered())
+    label = (x[..., 0] > 0).long()
+    result = pl.probe(pl.collect(model, x, ["filter.hook_out", "blocks.0.hook_resid_post"]), label)
+    assert "embedding" not in str(result)
+    assert not any("embedding" in row for row in result.rows)
+    only = pl.probe(pl.collect(model, x, ["filter.hook_out"]), label)
+    assert "at filter.hook_out (before the blocks)" in str(only)
+    result = pl.probe(pl.collect(model, x, ["filter.hook_out", "blocks.0.hook_resid_pre"]), label)
+    assert all(row["embedding"] == result.row("blocks.0.hook_resid_pre")["accuracy"] for row in result.rows)
 
 
 @pytest.mark.parametrize("metric", ["kl", "mse", "next_token_loss", "r2"])

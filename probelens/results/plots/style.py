@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from probelens.errors import InputError, nearest
 from probelens.results.result import Result
+from probelens.results.sentences import is_embedding
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -194,10 +195,16 @@ def layer_name(layer: object) -> str:
 
 
 def layer_names(df: pd.DataFrame, column: str, caller: str) -> dict[float, str]:
-    """What to call each layer: "embed", the block's number, or "norm" where the rows' site says so."""
+    """What to call each layer: "embed", the block's number, or "norm" and "before" where the rows' site says so."""
     layers = defined(df, column, caller)
     sites = [str(site) for site in df["site"].tolist()] if "site" in df.columns else [""] * len(layers)
-    return {at: "norm" if site.startswith("ln_final") else layer_name(at) for at, site in zip(layers, sites)}
+    return {at: _name_of(at, site) for at, site in zip(layers, sites)}
+
+
+def _name_of(layer: float, site: str) -> str:
+    if site.startswith("ln_final"):
+        return "norm"
+    return "before" if layer == -1 and site and not is_embedding(site) else layer_name(layer)
 
 
 def layer_ticks(names: Mapping[float, str]) -> dict[str, Any]:
