@@ -46,11 +46,38 @@ def reader(model: HookedModel, batch: Any, metric: Metric, target: str) -> Read:
         data["answer"] = answers.squeeze(-1) if not each and answers.ndim == 2 else answers
     elif callable(metric):
         data |= batch.labels
-    elif metric == "kl":
-        data["reference"] = Unedited(model, batch.examples, told)
     if metric == "r2":
         data["spread"] = _spread(data["answer"], data["mask"]).expand(len(batch))
-    return Read(_Reading(metric, target, each), None, data, by_position=each)
+    at = _read_at(batch, metric, shape) if each else None
+    if at is not None:
+        data["at"] = at
+    if metric == "kl":
+        data["reference"] = Unedited(model, batch.examples, told, at)
+    return Read(_Reading(metric, target, each), at, data, by_position=each)
+
+
+def scored_positions(batch: Any, metric: Metric, by_position: bool = True) -> Tensor:
+    """Where the metric counts: (example, pos), or (example, 1) of a model that answers once for each example."""
+    if not by_position:
+        return where(batch, False)[:, None]
+    scored: Tensor = batch.mask.clone()
+    if metric == "next_token_loss":
+        # A loss belongs to the position that predicts the token, so the next position must be real.
+        scored[:, -1] = False
+        scored[:, :-1] &= batch.mask[:, 1:]
+    return scored
+
+
+def _read_at(batch: Any, metric: Metric, shape: tuple[int, ...]) -> Tensor | None:
+    """The positions at which a metric counts, (example, read), where reading no others saves half or more; None otherwise.
+
+    Examples with fewer of them read some others too. A metric of the caller's own is given all positions.
+    """
+    if callable(metric) or len(shape) < 3 or shape[1] != batch.mask.shape[1]:
+        return None
+    scored = scored_positions(batch, metric)
+    most = int(scored.sum(1).max())
+    return scored.long().argsort(dim=1, descending=True, stable=True)[:, :most] if 0 < 2 * most <= shape[1] else None
 
 
 def where(batch: Any, by_position: bool) -> Tensor:
@@ -131,7 +158,13 @@ class _Reading:
         self.references = getattr(metric, "references", {})
 
     def __call__(self, outputs: Tensor, **data: Tensor) -> Tensor:
-        mask = data["mask"]
+        if self.metric == "next_token_loss":
+            data["next"] = data["tokens"].roll(-1, 1)
+        mask, at = data["mask"], data.pop("at", None)
+        if at is not None:
+            some = {key: x.gather(1, at) for key, x in data.items() if key in ("mask", "answer", "next")}
+            value = self._value(outputs, some["mask"], {**data, **some})
+            return value.new_zeros(mask.shape).scatter(1, at, value)
         if self.by_position and outputs.shape[1] != mask.shape[1]:
             outputs = filled(outputs, mask)
         value = self._value(outputs, mask, data)
@@ -150,10 +183,11 @@ class _Reading:
                     f"the tokens go up to {int(tokens.max())}, but the model has {outputs.shape[-1]} logits, so it doesn't "
                     'predict tokens. Give metric="accuracy", or a function.'
                 )
-            values = torch.nn.functional.cross_entropy(
-                outputs[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
+            following = data["next"]
+            found = torch.nn.functional.cross_entropy(
+                outputs.float().flatten(0, 1), following.flatten(), reduction="none"
             )
-            return torch.nn.functional.pad(values.reshape(len(tokens), -1), (0, 1))
+            return found.reshape(following.shape)
         if metric == "kl":
             reference = data["reference"]
             if self.by_position:

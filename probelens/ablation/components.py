@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from probelens.ablation.answers import Metric, reader
+from probelens.ablation.answers import Metric, reader, scored_positions
 from probelens.ablation.columns import SCORES, SITE
 from probelens.ablation.controls import label_of
 from probelens.ablation.result import Costs
-from probelens.ablation.scoring import Runs, accuracy_chance, per_sequence, score, scored_positions
+from probelens.ablation.scoring import Runs, accuracy_chance, per_sequence, score
 from probelens.errors import InputError, metric_name
 from probelens.hooks.edits.edit import Edit
 from probelens.hooks.edits.heads import AtHeads

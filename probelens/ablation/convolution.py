@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from probelens.ablation.answers import Metric, reader
+from probelens.ablation.answers import Metric, reader, scored_positions
 from probelens.ablation.components import ComponentResult, donor_rows, position_means, replacement, result_of
 from probelens.ablation.controls import label_of
-from probelens.ablation.scoring import Runs, per_sequence, scored_positions
+from probelens.ablation.scoring import Runs, per_sequence
 from probelens.errors import InputError, UnknownHookError
 from probelens.hooks.edits.values import Add
 from probelens.hooks.model import HookedModel

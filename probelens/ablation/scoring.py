@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probelens.ablation.answers import Metric, reader, where
+from probelens.ablation.answers import Metric, reader, scored_positions, where
 from probelens.ablation.comparing import ROOM, Adjust, compare
 from probelens.ablation.controls import Removal
 from probelens.errors import InputError, MetricError, metric_name
@@ -69,25 +69,14 @@ def run(
     return Runs(found.values, found.base, scored_positions(batch, metric, read.by_position), found.path)
 
 
-def scored_positions(batch: Any, metric: Metric, by_position: bool = True) -> Tensor:
-    """Where the metric counts: (example, pos), or (example, 1) of a model that answers once for each example."""
-    if not by_position:
-        return where(batch, False)[:, None]
-    scored: Tensor = batch.mask.clone()
-    if metric == "next_token_loss":
-        # A loss belongs to the position that predicts the token, so the next position must be real.
-        scored[:, -1] = False
-        scored[:, :-1] &= batch.mask[:, 1:]
-    return scored
-
-
 def per_sequence(values: Tensor, scored: Tensor) -> Tensor:
     """The mean over each sequence's scored positions, of the sequences that have any: (..., scored example) float64."""
     keep = scored.any(1)
     if not bool(keep.any()):
         raise InputError(NOTHING_SCORED)
     count = scored.sum(-1).clamp_min(1)
-    means = [(one.double() * scored).sum(-1) / count for one in values.reshape(-1, *scored.shape)]
+    # A metric may be NaN where it doesn't count.
+    means = [one.double().where(scored, 0.0).sum(-1) / count for one in values.reshape(-1, *scored.shape)]
     return torch.stack(means).reshape(*values.shape[:-1])[..., keep]
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from probelens.ablation.ablate import ablate
-from probelens.ablation.answers import Metric, reader
-from probelens.ablation.scoring import per_sequence, scored_positions
+from probelens.ablation.answers import Metric, reader, scored_positions
+from probelens.ablation.scoring import per_sequence
 from probelens.errors import InputError, metric_name
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped
