@@ -24,7 +24,7 @@ __all__ = ["Generic"]
 # Mixers that compute what probelens.kernels.ssm computes, so that their inside is in reach.
 _STATE_SPACE = (
     "MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "Mamba2Mixer", "BambaMixer", "Zamba2MambaMixer",
-    "NemotronHMamba2Mixer", "GraniteMoeHybridMambaLayer",
+    "NemotronHMamba2Mixer", "GraniteMoeHybridMambaLayer", "FalconH1Mixer",
 )  # fmt: skip
 # Before transformers 5.15 these two sum the states of their chunks along the wrong axis on the CPU, so that
 # no correct forward equals theirs; they lost the method named torch_forward when that was mended.
@@ -58,8 +58,8 @@ class GenericHF(HFStack):
     def _mixer_points(self, prefix: str, path: str, parts: BlockParts) -> list[HookPoint]:
         where = join(path, parts.mixer_out or "")
         mixer = submodule(self.module, where)
-        if _has_inside(mixer) and parts.mixer_scale == 1:
-            return _mamba.mixer_points(self, prefix, where)
+        if _has_inside(mixer):
+            return _mamba.mixer_points(self, prefix, where, parts.mixer_scale)
         alias, note = (prefix + "hook_mixer_out",), f"output of the mixer, a {type(mixer).__name__}"
         scale = parts.mixer_scale
         return [self.boundary(prefix + "mixer.hook_out", where, "out", aliases=alias, scale=scale, note=note)]

@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 FILES = (
     "adapters/test_conformance.py", "adapters/test_hybrids.py", "hooks/test_model.py", "hooks/test_verify.py", "hooks/test_wrapping.py",
-    "adapters/test_mamba_ssm.py", "kernels/test_ssm.py",
+    "adapters/test_mamba_ssm.py", "adapters/test_mixers_by_hand.py", "kernels/test_ssm.py",
 )  # fmt: skip
 # What stands on the other requirements: scikit-learn, pandas, plotly, pyarrow, safetensors, einops, tqdm, numpy.
 MORE = (

@@ -16,7 +16,15 @@ from probelens.hooks.forwards import device_of, refuse_replaced_forward, replace
 from probelens.hooks.points import HookPoint
 from probelens.hooks.switchboard import Tap
 from probelens.hooks.trials import agree, remembered
-from probelens.kernels.ssm import MAMBA2_POINTS, MAMBA_POINTS, MambaState, is_mamba2, mamba2_mixer, mamba_mixer
+from probelens.kernels.ssm import (
+    MAMBA2_POINTS,
+    MAMBA_POINTS,
+    MambaState,
+    inner_norm,
+    is_mamba2,
+    mamba2_mixer,
+    mamba_mixer,
+)
 
 # Whose classes the reference forward is equal to.
 PACKAGES = ("transformers", "mamba_ssm")
@@ -26,17 +34,17 @@ METHODS = ("forward", "slow_forward", "cuda_kernels_forward")
 _SEEN: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
 
 
-def mixer_points(adapter: Adapter, prefix: str, path: str) -> list[HookPoint]:
-    """The points of the mixer at ``path``: its input and output, and everything between."""
+def mixer_points(adapter: Adapter, prefix: str, path: str, scale: float = 1.0) -> list[HookPoint]:
+    """The points of the mixer at ``path``: its input and output, the latter times ``scale``, and everything between."""
     mixer = submodule(adapter.module, path)
     out = []
     for name, point in (MAMBA2_POINTS if is_mamba2(mixer) else MAMBA_POINTS).items():
         full, side = f"{prefix}mixer.{name}", name.removeprefix("hook_")
-        if name == "hook_inner_norm" and getattr(mixer, "norm", None) is None:
+        if name == "hook_inner_norm" and inner_norm(mixer) is None:
             continue
         if side in ("in", "out"):
-            alias = (f"{prefix}hook_mixer_out",) if side == "out" else ()
-            out.append(adapter.boundary(full, path, side, axes=point.axes, aliases=alias, note=point.note))
+            more = {"aliases": (f"{prefix}hook_mixer_out",), "scale": scale} if side == "out" else {}
+            out.append(adapter.boundary(full, path, side, axes=point.axes, note=point.note, **more))
         else:
             out.append(adapter.interior(full, path, axes=point.axes, step=point.step, note=point.note))
     return out

@@ -113,7 +113,8 @@ SECTIONS: list[tuple[str, list[str], str]] = [
         "Mamba-2",
         ["mamba2"],
         "Mamba-2 of transformers, `Mamba2` layers of the mamba-ssm package, and the mixers of Bamba, Zamba2, "
-        "Nemotron-H and Granite 4 (GraniteMoeHybrid).",
+        "Nemotron-H, Granite 4 (GraniteMoeHybrid) and Falcon-H1, which stand beside attention in every block; there "
+        "`mixer.hook_in_proj` and `mixer.hook_out` are what they are after Falcon-H1's multipliers.",
     ),
     (
         "LSTM, GRU and RNN",

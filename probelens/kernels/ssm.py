@@ -213,7 +213,7 @@ def mamba2_mixer(
         ShapeError: States or a mask that don't fit.
 
     Source:
-        Dao and Gu 2024, arXiv 2405.21060; transformers' Mamba2Mixer and mamba-ssm's Mamba2.
+        Dao and Gu 2024, arXiv 2405.21060; transformers' Mamba2Mixer and FalconH1Mixer, mamba-ssm's Mamba2.
     """
     tap = tap if tap is not None else NullTap()
     if not is_mamba2(module):
@@ -225,7 +225,9 @@ def mamba2_mixer(
     d_inner = d_conv - 2 * groups * d_state
 
     hidden = _masked(offer(tap, "hook_in", hidden), attention_mask)
-    parts = offer(tap, "hook_in_proj", m.in_proj(hidden))
+    # Falcon-H1 scales what goes into the projection, and every branch of what comes out.
+    scaled = _times(hidden, getattr(m, "ssm_in_multiplier", None))
+    parts = offer(tap, "hook_in_proj", _times(m.in_proj(scaled), getattr(m, "mup_vector", None)))
     # mamba-ssm can keep a gated MLP beside the state space model, in front of everything else.
     d_mlp = (parts.shape[-1] - d_inner - d_conv - heads) // 2
     mlp_gate, mlp_x, z, x, dt = torch.split(parts, [d_mlp, d_mlp, d_inner, d_conv, heads], dim=-1)
@@ -244,7 +246,7 @@ def mamba2_mixer(
     scan = _tapped_scan(tap, x, dt, -torch.exp(m.A_log.to(dtype)), B, C, D, ssm_state, offset, return_state)
     y = offer(tap, "hook_ssm_y", scan.y).flatten(2)
     gate = offer(tap, "hook_gate", F.silu(z.to(dtype)))
-    norm = getattr(m, "norm", None)
+    norm = inner_norm(m)
     y = y * gate if norm is None else offer(tap, "hook_inner_norm", _gated_norm(norm, y, gate))
     if d_mlp:
         y = torch.cat([F.silu(mlp_gate) * mlp_x, y.to(hidden.dtype)], dim=-1)
@@ -313,11 +315,21 @@ def _tapped_scan(
     return out
 
 
+def _times(tensor: Tensor, factor: Any) -> Tensor:
+    return tensor if factor is None else tensor * factor
+
+
+def inner_norm(module: nn.Module) -> nn.Module | None:
+    """The gated norm of a Mamba-2 mixer; None where it has none, or something that does nothing in its place."""
+    norm = getattr(module, "norm", None)
+    return None if isinstance(norm, nn.Identity) else norm
+
+
 def _gated_norm(norm: Any, y: Tensor, gate: Tensor) -> Tensor:
     after = bool(getattr(norm, "norm_before_gate", False))
     if not after:
         y = y * gate
-    size = getattr(norm, "group_size", None) or y.shape[-1]
+    size = getattr(norm, "group_size", None) or y.shape[-1] // getattr(norm, "n_groups", 1)
     eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
     grouped = y.unflatten(-1, (-1, size))
     y = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)).flatten(-2)

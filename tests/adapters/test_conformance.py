@@ -25,7 +25,7 @@ ELSEWHERE = {"transformer-lens", "nnsight"}
 NEW = [*(name for name in zoo.EVERY if name not in zoo.ZOO), *zoo.ENCODERS]
 NORMED = ("opt-norm-after", "bart", *(name for name in zoo.ENCODERS if name != "modernbert"))
 HF = [*zoo.TRANSFORMERS, *zoo.SSMS, *zoo.DECODERS, *zoo.HYBRIDS]
-CONVOLUTIONS = (*zoo.SSMS, "falcon-mamba", "jamba", "bamba", "zamba2", *zoo.PACKAGED)
+CONVOLUTIONS = (*zoo.SSMS, "falcon-mamba", "jamba", "bamba", "zamba2", "falcon-h1", *zoo.PACKAGED)
 # One of each kind of block, where a check is made at every point inside it.
 KINDS = (
     "neox",
@@ -381,7 +381,7 @@ def test_identity_hooks_everywhere_give_the_same_generation(name: str) -> None:
     assert left_behind(raw) == []
 
 
-@pytest.mark.parametrize("name", ["mamba", "mamba2", "falcon-mamba", "jamba", "bamba", "llama"])
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "falcon-mamba", "jamba", "bamba", "falcon-h1", "llama"])
 def test_edits_inside_a_block_reach_what_is_generated_later(name: str) -> None:
     raw, model = wrapped(name)
     x = zoo.tokens(2, 4)

@@ -221,7 +221,13 @@ HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "bamba": ("BambaForCausalLM", "BambaConfig", {**_GQA, **_MIXED, "attn_layer_indices": [1]}),
-    "falcon-h1": ("FalconH1ForCausalLM", "FalconH1Config", {**_GQA, **_MIXED, "head_dim": 4, "mamba_d_ssm": 32}),
+    "falcon-h1": (
+        "FalconH1ForCausalLM", "FalconH1Config",
+        {
+            **_GQA, **_MIXED, "head_dim": 4, "mamba_d_ssm": 32, "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.75,
+            "ssm_multipliers": [0.5, 1.5, 0.75, 1.25, 0.875], "attention_out_multiplier": 1.5,
+        },
+    ),
     "qwen3-next": (
         "Qwen3NextForCausalLM", "Qwen3NextConfig",
         {

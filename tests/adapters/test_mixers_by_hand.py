@@ -1,0 +1,216 @@
+"""The inside of recurrent mixers beside the same mixer written out in plain torch: every value, and every edit.
+
+Each function here is a mixer's formula, one step after the other, from the modules' own parameters. In the place of a
+mixer's forward it runs inside the user's model, without us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import probelens as pl
+
+AT, LENGTH = 3, 8
+Edit = Callable[..., Tensor]
+
+
+def convolved(conv: Any, x: Tensor) -> Tensor:
+    """The last position of the kernel meets the current input. x: (batch, pos, channel)"""
+    size = conv.weight.shape[-1]
+    padded = F.pad(x, (0, 0, size - 1, 0))
+    out = sum(padded[:, k : k + x.shape[1]] * conv.weight[:, 0, k] for k in range(size))
+    return out if conv.bias is None else out + conv.bias
+
+
+def falcon_h1(m: Any, x: Tensor, edit: Edit) -> Tensor:
+    """Dao and Gu 2024, arXiv 2405.21060, with the multipliers of Falcon-H1."""
+    heads, width, size = m.num_heads, m.head_dim, m.ssm_state_size
+    parts = edit("hook_in_proj", m.in_proj(x * m.ssm_in_multiplier) * m.mup_vector)
+    z, xBC, dt = parts.split([heads * width, parts.shape[-1] - heads * (width + 1), heads], -1)
+    xBC = F.silu(edit("hook_conv", convolved(m.conv1d, xBC)))
+    u, B, C = xBC.split([heads * width, m.n_groups * size, m.n_groups * size], -1)
+    u = edit("hook_ssm_x", u.unflatten(-1, (heads, width)))
+    dt = edit("hook_ssm_dt", F.softplus(dt + m.dt_bias))
+    B, C = (edit(n, v.unflatten(-1, (m.n_groups, size))) for n, v in (("hook_ssm_B", B), ("hook_ssm_C", C)))
+    B, C = (v.repeat_interleave(heads // m.n_groups, 2) for v in (B, C))
+    write = edit("hook_ssm_write", (dt[..., None] * u)[..., None] * B[..., None, :])
+    state, ys = torch.zeros_like(write[:, 0]), []
+    for t in range(x.shape[1]):
+        state = torch.exp(-dt[:, t] * m.A_log.exp())[..., None, None] * state + write[:, t]
+        state = edit("hook_ssm_state", state, t)
+        ys.append((state * C[:, t, :, None]).sum(-1) + m.D[:, None] * u[:, t])
+    y = edit("hook_ssm_y", torch.stack(ys, 1)).flatten(2)
+    return m.out_proj(y * edit("hook_gate", F.silu(z)))
+
+
+FORMULAS: dict[str, tuple[Callable[[Any, Tensor, Edit], Tensor], Callable[[Tensor], Any]]] = {
+    "falcon-h1": (falcon_h1, lambda out: out)
+}
+
+
+def mixer_of(raw: nn.Module, model: pl.HookedModel) -> tuple[str, Any]:
+    """The last mixer with an inside: the prefix of its points, and the module."""
+    point = [p for p in model.hook_dict.values() if p.kind == "interior" and ".mixer." in p.name][-1]
+    return point.name.rpartition(".")[0], raw.get_submodule(point.module)
+
+
+def inside(model: pl.HookedModel, prefix: str) -> list[pl.HookPoint]:
+    return [p for p in model.hook_dict.values() if p.kind == "interior" and p.name.startswith(f"{prefix}.")]
+
+
+def by_hand(name: str, raw: nn.Module, mixer: Any, x: Tensor, edit: Edit) -> Tensor:
+    """Logits of the user's model with the formula in the place of one mixer's forward."""
+    formula, returned = FORMULAS[name]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return returned(formula(mixer, args[0] if args else next(iter(kwargs.values())), edit))
+
+    mixer.forward = forward
+    try:
+        return zoo.logits(raw, x)
+    finally:
+        del mixer.forward
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_what_lies_inside_a_mixer_is_what_its_formula_says(name: str) -> None:
+    raw, x = zoo.more(name), zoo.tokens(2, LENGTH)
+    model = pl.wrap(raw)
+    prefix, mixer = mixer_of(raw, model)
+    seen: dict[str, list[Tensor]] = {}
+
+    def keep(point: str, tensor: Tensor, pos: int | None = None) -> Tensor:
+        seen.setdefault(point, []).append(tensor)
+        return tensor
+
+    want = zoo.logits(raw, x)
+    assert (by_hand(name, raw, mixer, x, keep) - want).abs().max() <= 2e-5 * want.abs().max()
+    with torch.no_grad():
+        out, cache = model.run_with_cache(x, f"{prefix}.*")
+    assert (out - want).abs().max() <= 1e-5 * want.abs().max()
+    assert set(seen) == {p.name.rpartition(".")[2] for p in inside(model, prefix)}
+    for point, values in seen.items():
+        steps = model.point(f"{prefix}.{point}").step
+        value = torch.stack(values, 1) if steps else values[0]
+        found = cache[f"{prefix}.{point}"]
+        assert found.shape == value.shape, point
+        assert len(model.point(f"{prefix}.{point}").axes) == value.ndim, point
+        assert (found - value).abs().max() <= 2e-5 * value.abs().max(), point
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_an_edit_at_one_position_is_the_same_edit_by_hand(name: str) -> None:
+    raw, x = zoo.more(name), zoo.tokens(2, LENGTH)
+    model = pl.wrap(raw)
+    prefix, mixer = mixer_of(raw, model)
+    plain = zoo.logits(raw, x)
+    for point in inside(model, prefix):
+        short = point.name.rpartition(".")[2]
+
+        def new(tensor: Tensor) -> Tensor:
+            return tensor * 0.5 + 2 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1))
+
+        def edit(name: str, tensor: Tensor, pos: int | None = None, short: str = short) -> Tensor:
+            if name != short or pos not in (None, AT):
+                return tensor
+            if pos is not None:
+                return new(tensor)
+            tensor = tensor.clone()
+            tensor[:, AT] = new(tensor[:, AT])
+            return tensor
+
+        def hook(tensor: Tensor, hook: pl.HookPoint) -> Tensor:
+            return edit(hook.name.rpartition(".")[2], tensor, hook.pos)
+
+        want = by_hand(name, raw, mixer, x, edit)
+        with torch.no_grad():
+            got = model.run_with_hooks(x, [(point.name, pl.at(AT, hook) if point.step else hook)])
+        assert (got - want).abs().max() <= 3e-5 * want.abs().max(), short
+        assert (want - plain)[:, AT:].abs().max() > 1e-3, short
+        assert (want - plain)[:, :AT].abs().max() <= 1e-5, short
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_the_primitives_work_inside_these_mixers(name: str) -> None:
+    raw = zoo.more(name)
+    model = pl.wrap(raw)
+    prefix, _ = mixer_of(raw, model)
+    states = [p.name for p in model.hook_dict.values() if p.step and p.name.startswith(prefix)]
+    point = states[0] if states else f"{prefix}.hook_conv"
+    clean, corrupted = zoo.tokens(3, LENGTH), zoo.tokens(3, LENGTH)
+    corrupted[:, 1] = (corrupted[:, 1] + 1) % zoo.VOCAB
+    acts = pl.collect(model, pl.Batch(clean, {"y": clean % 2}), point)[point]
+    with torch.no_grad():
+        a, b = (model.run_with_cache(x, point)[1][point] for x in (clean, corrupted))
+        put = [model.run_with_hooks(corrupted, [(point, pl.at(AT, pl.edits.replace(a[:, AT])))])]
+    assert torch.allclose(acts.reshape(a.shape), a, atol=1e-6)
+    assert not torch.equal(a, b)
+    with torch.no_grad():
+        answers = torch.stack([zoo.logits(raw, x)[:, -1].argmax(-1) for x in (clean, corrupted)], 1)
+    answers[:, 1] = torch.where(answers[:, 1] == answers[:, 0], (answers[:, 0] + 1) % zoo.VOCAB, answers[:, 1])
+    pairs = pl.PatchPairs(clean, corrupted, 1, LENGTH - 1, answers)
+    patched = pl.patch(model, pairs, [point], pos=AT)
+    rows = torch.arange(3)
+    difference = put[0][rows, -1, answers[:, 0]] - put[0][rows, -1, answers[:, 1]]
+    assert torch.allclose(patched.values.flatten(), difference, atol=1e-4)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_gated_norm_of_falcon_h1_goes_by_groups_before_or_after_the_gate(before: bool) -> None:
+    raw = zoo.more("falcon-h1", mamba_rms_norm=True, mamba_norm_before_gate=before, mamba_n_groups=2)
+    model, x, name = pl.wrap(raw), zoo.tokens(2, LENGTH), "blocks.1.mixer.hook_inner_norm"
+    seen: list[Tensor] = []
+    handle = raw.model.layers[1].mamba.norm.register_forward_hook(lambda m, args, out: seen.append(out))
+    want = zoo.logits(raw, x)
+    handle.remove()
+    with torch.no_grad():
+        out, cache = model.run_with_cache(x, name)
+    assert (out - want).abs().max() <= 1e-5 * want.abs().max()
+    assert (cache[name] - seen[0]).abs().max() <= 1e-5 * seen[0].abs().max()
+    assert "blocks.1.mixer.hook_inner_norm" not in pl.wrap(zoo.more("falcon-h1")).hook_dict
+
+
+def stepped(raw: nn.Module, x: Tensor, edit: Callable[[Any], None]) -> Tensor:
+    """Logits of the positions after AT by transformers' own decoding, what it carries edited after AT."""
+    with torch.no_grad():
+        out = raw(x[:, : AT + 1], use_cache=True)
+        name = next(n for n in ("state", "cache", "past_key_values") if out.get(n) is not None)
+        edit(out[name])
+        logits = []
+        for pos in range(AT + 1, x.shape[1]):
+            out = raw(x[:, pos : pos + 1], use_cache=True, **{name: out[name]})
+            logits.append(out.logits)
+    return torch.cat(logits, 1)
+
+
+def plus(tensor: Any, hook: Any = None) -> Any:
+    return tensor + 5
+
+
+def in_cache(raw: Any, carried: Any, layer: int) -> None:
+    states = carried.layers[layer].recurrent_states
+    (states if isinstance(states, Tensor) else states[0]).add_(5)
+
+
+CARRIED: dict[str, Callable[[Any, Any, int], None]] = {"falcon-h1": in_cache}
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_an_edited_state_is_transformers_own_decoding_with_that_state(name: str) -> None:
+    raw, x = zoo.more(name), zoo.tokens(2, LENGTH)
+    model = pl.wrap(raw)
+    (point,) = [p for p in inside(model, mixer_of(raw, model)[0]) if p.step]
+    plain = zoo.logits(raw, x)
+    want = stepped(raw, x, lambda carried: CARRIED[name](raw, carried, point.layer()))
+    with torch.no_grad():
+        got = model.run_with_hooks(x, [(point.name, pl.at(AT, plus))])
+    assert (stepped(raw, x, lambda carried: None) - plain[:, AT + 1 :]).abs().max() <= 5e-5 * plain.abs().max()
+    assert (got[:, AT + 1 :] - want).abs().max() <= 5e-5 * plain.abs().max()
+    assert (got - plain)[:, AT + 1 :].abs().max() > 1e-3
