@@ -13,7 +13,7 @@ from probelens.errors import InputError, ShapeError, UnknownHookError, elsewhere
 from probelens.hooks.forwards import device_of
 from probelens.hooks.passes.recording import Slice, slice_positions
 from probelens.hooks.protocol import Wrapped
-from probelens.hooks.shorthand import Names, NameTable
+from probelens.hooks.shorthand import GRAD, Names, NameTable, of_gradient
 from probelens.numerics.linear_parts import held_norm, of_each_head, stacked_on_last
 
 __all__ = ["ActivationCache"]
@@ -24,7 +24,7 @@ class ActivationCache(Mapping[str, Tensor]):
 
     ``cache["blocks.3.hook_resid_post"]``, ``cache["resid_post", 3]`` and ``cache["resid_post", -1]`` may be the same
     tensor. Whatever names one of the hook points that it has is a key, as in ``probelens.hooks.names.resolve``.
-    Gradients of ``incl_bwd=True`` are under ``name + "_grad"``.
+    Gradients of ``incl_bwd=True`` are under ``name + "_grad"``, of whatever names the point.
 
     Args:
         cache_dict: Name to activation, (batch, pos, ...).
@@ -36,9 +36,7 @@ class ActivationCache(Mapping[str, Tensor]):
         self.cache_dict = dict(cache_dict)
         self.model = model
         self.has_batch_dim = has_batch_dim
-        self._known = (
-            ({}, None) if model is None else ({**model.points.paths, **model.points.aliases}, model.points.n_layers)
-        )
+        self._known = ({}, None) if model is None else (model.points.others(self.cache_dict), model.points.n_layers)
 
     def __copy__(self) -> ActivationCache:
         return ActivationCache(self.cache_dict, self.model, self.has_batch_dim)
@@ -55,7 +53,8 @@ class ActivationCache(Mapping[str, Tensor]):
         if isinstance(key, str) and key in self.cache_dict:
             return key
         try:
-            return self._table().one(key)
+            of = of_gradient(key)
+            return self._table().one(key) if of is None else self._table(GRAD).one(of) + GRAD
         except UnknownHookError as err:
             part = self.model is not None and not self.model.points.named.keys() <= self.cache_dict.keys()
             chosen = " (what names_filter asked for)" if part else ""
@@ -69,8 +68,9 @@ class ActivationCache(Mapping[str, Tensor]):
         reason = None if self.model is None else self.model.points.absent(key)
         return f" ({reason})" if reason else ""
 
-    def _table(self) -> NameTable:
-        return NameTable(self.cache_dict, *self._known)
+    def _table(self, ending: str = "") -> NameTable:
+        names = [name.removesuffix(ending) for name in self.cache_dict if name.endswith(ending)]
+        return NameTable(names, *self._known)
 
     def __getitem__(self, key: Names) -> Tensor:
         return self.cache_dict[self._name(key)]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from probelens.errors import InputError, UnknownHookError, nearest
 from probelens.hooks.adapter import Adapter
 from probelens.hooks.points import HookPoint, Site, in_block
-from probelens.hooks.shorthand import Names, NameTable, as_layer, asked_name, listed
+from probelens.hooks.shorthand import GRAD, Names, NameTable, as_layer, asked_name, listed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -55,7 +55,7 @@ def resolve(model: HasPoints, names: Names) -> list[HookPoint]:
               ``("out", 0, "mixer")``, ``"k6"``;
             - a path of the user's own module, ``"gpt_neox.layers.3.mlp.hook_out"`` or ``".hook_in"``;
             - a glob, ``"blocks.[0-3].hook_*"``;
-            - a predicate on full names, ``lambda name: name.endswith("hook_z")``;
+            - a predicate on names, ``lambda name: name.endswith("hook_z")``; of one that leaves out what it names, full ones;
             - a ``HookPoint``;
             - a list of any of these; or None for every hook point.
 
@@ -127,6 +127,16 @@ class Points(NameTable):
             target = self.paths.get(where, where)
             (found if target in self.named else own)[name] = target
         return found, own
+
+    def others(self, known: Collection[str]) -> dict[str, str]:
+        """What else the points can be called, of a cache too, which has unlisted ones by the name that was asked for."""
+        found = {**self.paths, **self.aliases}
+        has = {name for name in (*self.unlisted, *self.unlisted.values()) if name in known or name + GRAD in known}
+        kept = {self.unlisted.get(name, name): name for name in has}
+        for name, path in self.unlisted.items():
+            if path in kept:
+                found |= {other: kept[path] for other in (name, path) if other != kept[path]}
+        return found
 
     def match(self, names: Names) -> tuple[list[HookPoint], bool]:
         """The points that ``names`` means, each once, and whether each was named by itself; see ``lookup``."""

@@ -15,6 +15,8 @@ from probelens.hooks.points import HookPoint, in_block
 
 LAYER_AXIS = "layers"
 """The name of the layer axis: what enters block 0, then what each block returns."""
+GRAD = "_grad"
+"""How the name of a point's gradient ends in a cache."""
 Names = str | HookPoint | Callable[[str], bool] | Iterable[Any] | None
 """What names hook points, everywhere alike; see `probelens.hooks.names.resolve`."""
 
@@ -87,7 +89,7 @@ class NameTable:
         elif _is_short(asked):
             found, explicit = self._short(*asked)  # type: ignore[misc]
         elif callable(asked):
-            found = [name for name in self.names if asked(name)] or [name for name in self.unlisted if asked(name)]
+            found = self._accepted(asked) or [name for name in self.unlisted if asked(name)]
             explicit = False
         elif isinstance(asked, Iterable) and not isinstance(asked, (bytes, bytearray)):
             return self._several(asked)
@@ -99,6 +101,20 @@ class NameTable:
         if not found:
             raise self.unknown(asked)
         return found, explicit
+
+    def _accepted(self, asked: Callable[[str], bool]) -> list[str]:
+        """Names that a predicate accepts, or of which it accepts another name.
+
+        Another name doesn't count where anything in its place would do: a predicate that leaves out what it names,
+        such as ``lambda name: "resid" not in name``, means full names.
+        """
+        found = {name for name in self.names if asked(name)}
+        for other, name in self.aliases.items():
+            if name in self.names and name not in found and asked(other):
+                block, _ = in_block(other)
+                if not asked("x.hook_x" if block is None else f"blocks.{block}.x.hook_x"):
+                    found.add(name)
+        return [name for name in self.names if name in found]
 
     def _several(self, asked: Iterable[Any]) -> tuple[list[str], bool]:
         names: dict[str, None] = {}
@@ -231,6 +247,20 @@ def asked_name(asked: Any) -> str:
     text = asked.name if isinstance(asked, HookPoint) else str(asked)
     text = text.replace("*", "0")
     return text if "." in text else full_name(text, 0)
+
+
+def of_gradient(asked: Names) -> Names:
+    """What a gradient's name is the gradient of; None where it names no gradient.
+
+    Examples:
+        >>> of_gradient("blocks.0.hook_out_grad"), of_gradient(("q_grad", 2)), of_gradient("q")
+        ('blocks.0.hook_out', ('q', 2), None)
+    """
+    if isinstance(asked, str):
+        return asked.removesuffix(GRAD) if asked.endswith(GRAD) else None
+    if _is_short(asked) and asked[0].endswith(GRAD):  # type: ignore[index]
+        return (asked[0].removesuffix(GRAD), *asked[1:])  # type: ignore[index]
+    return None
 
 
 def _is_short(asked: Any) -> bool:

@@ -185,3 +185,44 @@ def test_a_cache_without_its_model_still_resolves_names(cache: pl.ActivationCach
     assert torch.equal(alone["resid_post", -1], cache["resid_post", -1])
     with pytest.raises(pl.InputError, match="final norm"):
         alone.accumulated_resid(apply_ln=True)
+
+
+def test_gradients_are_found_by_every_name_of_their_point() -> None:
+    raw = zoo.build("neox")
+    model, x = pl.wrap(raw), zoo.tokens()
+    _, cache = model.run_with_cache(
+        x, incl_bwd=True, return_type="loss", names_filter=lambda name: "mlp.hook_out" in name
+    )
+    assert {*cache} == {f"blocks.{layer}.hook_mlp_out{end}" for layer in range(zoo.LAYERS) for end in ("", "_grad")}
+    seen: list[torch.Tensor] = []
+    handle = raw.gpt_neox.layers[1].mlp.register_forward_hook(
+        lambda m, args, out: (out.retain_grad(), seen.append(out))[0]
+    )
+    out = raw(x)
+    handle.remove()
+    torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), x[:, 1:].flatten()).backward()
+    want = seen[0].grad
+    assert want is not None
+    path = "gpt_neox.layers.1.mlp.hook_out_grad"
+    for name in (
+        "blocks.1.hook_mlp_out_grad",
+        "blocks.1.mlp.hook_out_grad",
+        ("mlp_out_grad", 1),
+        ("mlp_out_grad", -2),
+        path,
+    ):
+        torch.testing.assert_close(cache[name], want, atol=1e-6, rtol=1e-4)
+        assert name in cache
+    with pytest.raises(pl.UnknownHookError, match="mlp_out"):
+        cache["blocks.1.mlp.hook_outs_grad"]
+    assert "blocks.1.hook_attn_out_grad" not in cache
+
+
+def test_what_is_not_listed_is_found_by_every_name_too() -> None:
+    model, x = pl.wrap(zoo.build("neox")), zoo.tokens()
+    path = "gpt_neox.layers.0.post_attention_layernorm.hook_in"
+    names = {path, "blocks.0.ln2.hook_in", "blocks.0.hook_mlp_in"}
+    for asked in names:
+        _, cache = model.run_with_cache(x, asked)
+        assert list(cache) == [asked]
+        assert all(cache[name] is cache[asked] for name in names)

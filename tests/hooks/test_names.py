@@ -212,6 +212,17 @@ def test_what_means_one_point_is_a_key_of_caches_and_activations_and_others_are_
     assert asked(model) not in cache
 
 
+def test_a_predicate_sees_second_names_unless_it_leaves_out_what_it_names() -> None:
+    model = MODELS["neox"]
+    names = lambda asked: [point.name for point in resolve(model, asked)]  # noqa: E731
+    assert names(lambda name: name.endswith("mlp.hook_out")) == each("hook_mlp_out")
+    assert names(lambda name: name == "blocks.1.hook_out") == ["blocks.1.hook_resid_post"]
+    assert names(lambda name: name == "embed.hook_out") == ["hook_embed"]
+    rest = [name for name in names(None) if "resid" not in name]
+    assert names(lambda name: "resid" not in name) == rest
+    assert names(lambda name: name.startswith("blocks.1.") and "resid" not in name) == [n for n in rest if n[7] == "1"]
+
+
 def test_one_form_resets_what_another_added() -> None:
     model = pl.wrap(zoo.build("neox"))
     seen: list[str] = []
