@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from probelens.adapters.hf import mixers as _mamba
+from probelens.adapters.hf import mixers as _mixers
 from probelens.adapters.hf.blocks import ATTENTION, MIXERS, MLP, BlockParts, first_child, join
 from probelens.adapters.hf.decoder import HFAdapter, is_hf
 from probelens.adapters.hf.stack import HFStack
@@ -21,14 +21,6 @@ from probelens.hooks.switchboard import Tap
 
 __all__ = ["Generic"]
 
-# Mixers that compute what probelens.kernels.ssm computes, so that their inside is in reach.
-_STATE_SPACE = (
-    "MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "Mamba2Mixer", "BambaMixer", "Zamba2MambaMixer",
-    "NemotronHMamba2Mixer", "GraniteMoeHybridMambaLayer", "FalconH1Mixer",
-)  # fmt: skip
-# Before transformers 5.15 these two sum the states of their chunks along the wrong axis on the CPU, so that
-# no correct forward equals theirs; they lost the method named torch_forward when that was mended.
-_MENDED = ("Zamba2MambaMixer", "NemotronHMamba2Mixer")
 _SHARED = ("shared_transformer", "shared_transf")
 
 
@@ -58,8 +50,8 @@ class GenericHF(HFStack):
     def _mixer_points(self, prefix: str, path: str, parts: BlockParts) -> list[HookPoint]:
         where = join(path, parts.mixer_out or "")
         mixer = submodule(self.module, where)
-        if _has_inside(mixer):
-            return _mamba.mixer_points(self, prefix, where, parts.mixer_scale)
+        if _mixers.has_inside(mixer):
+            return _mixers.mixer_points(self, prefix, where, parts.mixer_scale)
         alias, note = (prefix + "hook_mixer_out",), f"output of the mixer, a {type(mixer).__name__}"
         scale = parts.mixer_scale
         return [self.boundary(prefix + "mixer.hook_out", where, "out", aliases=alias, scale=scale, note=note)]
@@ -72,13 +64,15 @@ class GenericHF(HFStack):
 
     def instrument_mixer(self, path: str, tap: Tap) -> contextlib.AbstractContextManager[None]:
         module = submodule(self.module, path)
-        if _has_inside(module):
-            return _mamba.instrumented(module, tap)
+        if _mixers.has_inside(module):
+            return _mixers.instrumented(module, tap)
         return super().instrument_mixer(path, tap)
 
     def faster_paths(self) -> list[str]:
         mixers = [join(path, parts.mixer_out or "") for path, parts in zip(self.blocks, self.block_parts, strict=True)]
-        return _mamba.faster_mixers(self, [path for path in mixers if _has_inside(submodule(self.module, path))])
+        return _mixers.faster_mixers(
+            self, [path for path in mixers if _mixers.has_inside(submodule(self.module, path))]
+        )
 
     # -- models whose residual stream is more than a sum --------------------------------------------------------
 
@@ -119,11 +113,6 @@ class GenericHF(HFStack):
             )
         with super().starting_at(layer, resid):
             yield
-
-
-def _has_inside(mixer: nn.Module) -> bool:
-    kind = type(mixer).__name__
-    return kind in _STATE_SPACE and not (kind in _MENDED and hasattr(mixer, "torch_forward"))
 
 
 class Generic(Adapter):

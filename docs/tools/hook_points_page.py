@@ -117,6 +117,11 @@ SECTIONS: list[tuple[str, list[str], str]] = [
         "`mixer.hook_in_proj` and `mixer.hook_out` are what they are after Falcon-H1's multipliers.",
     ),
     (
+        "Short convolution",
+        ["lfm2"],
+        "The mixers of LFM2 that aren't attention. They carry nothing but the last inputs of the convolution.",
+    ),
+    (
         "LSTM, GRU and RNN",
         RNNS,
         "Any module with `nn.LSTM`, `nn.GRU` or `nn.RNN`. Each layer of a stack is a block, also where the stack is "
@@ -124,6 +129,13 @@ SECTIONS: list[tuple[str, list[str], str]] = [
         "in `_reverse`.",
     ),
 ]
+
+# What a block has inside, by the point that tells it.
+INSIDE = {
+    "attention": "attn.hook_pattern",
+    "state space": "mixer.hook_ssm_state",
+    "short convolution": "mixer.hook_conv_in",
+}
 
 
 def models(names: Iterable[str]) -> dict[str, HookedModel]:
@@ -177,9 +189,14 @@ def everywhere(model: HookedModel) -> list[HookPoint]:
 
 
 def section(title: str, names: list[str], text: str) -> list[str]:
-    """One kind of block: its points over all models of the kind."""
+    """One kind of block, or the mixers of a hybrid: its points over all models of the kind."""
     wrapped = models(names)
     by_model = {name: inside(model) for name, model in wrapped.items()}
+    if any(name in zoo.HYBRIDS and name != "falcon-mamba" for name in names):
+        by_model = {
+            name: {key: point for key, point in found.items() if key.startswith("mixer.")}
+            for name, found in by_model.items()
+        }
     points: dict[str, HookPoint] = {}
     for found in by_model.values():
         for key, point in found.items():
@@ -233,11 +250,7 @@ def hybrids() -> list[str]:
             prefix = f"blocks.{layer}."
             points = [p for p in model.hook_dict.values() if p.name.startswith(prefix)]
             mixer = next(p for p in points if model.points.alias(prefix + "hook_mixer_out") == p.name)
-            kinds = [
-                word
-                for word, sign in (("attention", "attn.hook_pattern"), ("state space", "mixer.hook_ssm_state"))
-                if any(tail(p) == sign for p in points)
-            ]
+            kinds = [word for word, sign in INSIDE.items() if any(tail(p) == sign for p in points)]
             also = [
                 tail(p)
                 for p in points

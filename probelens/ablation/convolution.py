@@ -1,4 +1,4 @@
-"""Ablation of the short convolution of Mamba and Mamba-2, in each sense of "remove it".
+"""Ablation of the short convolution of Mamba and other mixers, in each sense of "remove it".
 
 Each channel of a mixer is y_t = w_k x_t + Σ w_i x_{t−i} + bias. "Remove the convolution" may mean to
 keep the current tap, to pass x through, or to take the output away, and these cost very different
@@ -7,6 +7,7 @@ amounts. Training without a convolution is a sixth sense, and needs another mode
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -59,7 +60,8 @@ def ablate_convolution(
     Weights are changed while it runs and restored bit for bit.
 
     Args:
-        model: A wrapped Mamba or Mamba-2 model; run in eval mode, on the reference backend.
+        model: A wrapped model whose mixers have a ``hook_conv``: Mamba, Mamba-2, LFM2 and other hybrids; run in eval
+            mode, on the reference backend.
         batch: Sequences to measure on. tokens (example, pos).
         how: One or several of the above.
         layers: "together" ablates all layers in one run, "each" one at a time; or the layers to
@@ -127,7 +129,8 @@ def _groups(model: HookedModel, layers: Any) -> list[list[int]]:
     every = [layer for layer in range(n) if _name(layer) in model.hook_dict]
     if not every:
         raise UnknownHookError(
-            f"this {type(model.module).__name__} has no mixer.hook_conv: ablate_convolution() is for Mamba and Mamba-2"
+            f"this {type(model.module).__name__} has no mixer.hook_conv: ablate_convolution() is for mixers with a "
+            "short convolution, such as those of Mamba and Mamba-2"
         )
     if isinstance(layers, str):
         if layers not in ("together", "each"):
@@ -179,18 +182,20 @@ def _weights(model: HookedModel, group: list[int], delta: bool = False) -> dict[
 
     edits: dict[str, Callable[[Tensor], Tensor]] = {}
     for layer in group:
-        edits[f"blocks.{layer}.mixer.conv1d.weight"] = current
-        if delta and _has_bias(model, layer):
-            edits[f"blocks.{layer}.mixer.conv1d.bias"] = torch.zeros_like
+        weight, bias = (_parameter(model, layer, part) for part in ("weight", "bias"))
+        edits[str(weight)] = current
+        if delta and bias is not None:
+            edits[bias] = torch.zeros_like
     return edits
 
 
-def _has_bias(model: HookedModel, layer: int) -> bool:
-    try:
-        weight_name(model, f"blocks.{layer}.mixer.conv1d.bias")
-    except UnknownHookError:
-        return False
-    return True
+def _parameter(model: HookedModel, layer: int, part: str) -> str | None:
+    """The name of the weight or the bias of a mixer's convolution; None where it has none."""
+    for name in ("conv1d", "conv", "conv_1d"):
+        with contextlib.suppress(UnknownHookError):
+            weight_name(model, full := f"blocks.{layer}.mixer.{name}.{part}")
+            return full
+    return None
 
 
 def _adding(name: str, past: Tensor, donors: Tensor, mask: Tensor) -> Intervention:

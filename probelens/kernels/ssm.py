@@ -16,7 +16,7 @@ from probelens.errors import InputError, ShapeError
 from probelens.kernels.conv import causal_conv
 from probelens.kernels.scan import ScanOutput, compute_dtype, fused_kernel, scan_stopping, selective_scan
 from probelens.kernels.ssd import ssd_scan, ssd_stopping
-from probelens.kernels.tap import KernelPoint, NullTap, Tap, offer, offer_last_use, segments, steps_to_offer
+from probelens.kernels.tap import KernelPoint, NullTap, Tap, masked, offer, offer_last_use, segments, steps_to_offer
 
 __all__ = [
     "MAMBA2_POINTS",
@@ -165,11 +165,11 @@ def mamba_mixer(
     _check_input(hidden, attention_mask)
     # transformers before 5.15 masks the branch after in_proj, so that its bias doesn't reach the padding.
     late = hasattr(m, "slow_forward")
-    hidden = _masked(offer(tap, "hook_in", hidden), None if late else attention_mask)
+    hidden = masked(offer(tap, "hook_in", hidden), None if late else attention_mask)
     x, z = offer(tap, "hook_in_proj", m.in_proj(hidden)).chunk(2, dim=-1)
-    x = _masked(x, attention_mask if late else None)
+    x = masked(x, attention_mask if late else None)
     x, new_conv = causal_conv(x, m.conv1d.weight, m.conv1d.bias, conv_state, need_state=return_state)
-    x = _masked(_activation(m)(offer(tap, "hook_conv", x)), attention_mask)
+    x = masked(_activation(m)(offer(tap, "hook_conv", x)), attention_mask)
 
     d_state = m.A_log.shape[1]
     dt, B, C = torch.split(m.x_proj(x), [m.dt_proj.weight.shape[1], d_state, d_state], dim=-1)
@@ -224,7 +224,7 @@ def mamba2_mixer(
     d_state, groups = _size(m, "ssm_state_size", "d_state"), _size(m, "n_groups", "ngroups")
     d_inner = d_conv - 2 * groups * d_state
 
-    hidden = _masked(offer(tap, "hook_in", hidden), attention_mask)
+    hidden = masked(offer(tap, "hook_in", hidden), attention_mask)
     # Falcon-H1 scales what goes into the projection, and every branch of what comes out.
     scaled = _times(hidden, getattr(m, "ssm_in_multiplier", None))
     parts = offer(tap, "hook_in_proj", _times(m.in_proj(scaled), getattr(m, "mup_vector", None)))
@@ -232,7 +232,7 @@ def mamba2_mixer(
     d_mlp = (parts.shape[-1] - d_inner - d_conv - heads) // 2
     mlp_gate, mlp_x, z, x, dt = torch.split(parts, [d_mlp, d_mlp, d_inner, d_conv, heads], dim=-1)
     x, new_conv = causal_conv(x, m.conv1d.weight, m.conv1d.bias, conv_state, need_state=return_state)
-    x = _masked(_activation(m)(offer(tap, "hook_conv", x)), attention_mask)
+    x = masked(_activation(m)(offer(tap, "hook_conv", x)), attention_mask)
     x, B, C = torch.split(x, [d_inner, groups * d_state, groups * d_state], dim=-1)
     dt = F.softplus(dt + m.dt_bias.to(dt.dtype))
     low, high = map(float, getattr(m, "time_step_limit", None) or getattr(m, "dt_limit", None) or (0.0, torch.inf))
@@ -370,7 +370,3 @@ def _check_input(hidden: Tensor, mask: Tensor | None) -> None:
         raise ShapeError(
             f"attention_mask has shape {tuple(mask.shape)}, but the input has (batch, pos) = {tuple(hidden.shape[:2])}"
         )
-
-
-def _masked(hidden: Tensor, mask: Tensor | None) -> Tensor:
-    return hidden if mask is None else (hidden * mask[:, :, None]).to(hidden.dtype)

@@ -179,3 +179,48 @@ def run_between(
         parts.append(y)
     assert state is not None
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), state
+
+
+class StatePoint:
+    """One state point of a kernel that runs step by step: edited where somebody asks, kept for those who only read.
+
+    Args:
+        tap: Listens and edits.
+        name: The point, by the kernel's short name.
+        length: How many steps this call has.
+        offset: Position of its first step in the whole sequence.
+    """
+
+    def __init__(self, tap: Tap, name: str, length: int, offset: int = 0) -> None:
+        self._tap, self._name, self._offset, self._end = tap, name, offset, offset + length
+        heard = tap.wants(name)
+        self._edits = heard and tap.edits(name)
+        self._reads = heard and not self._edits
+        self._at = steps_to_offer(tap, [name], length, offset) if self._edits else []
+        self._kept: list[Tensor] = []
+
+    def edited(self, step: int) -> bool:
+        """Whether somebody may edit the state after this step of the call."""
+        return self._edits and (self._at is None or step in self._at)
+
+    def kept(self, step: int) -> bool:
+        """Whether somebody wants the state after this step of the call, to read or to edit it."""
+        return self._reads or self.edited(step)
+
+    def __call__(self, step: int, state: Tensor) -> Tensor:
+        """The state to go on with after a step of the call. (batch, ...)"""
+        if self.edited(step):
+            return self._tap(self._name, state.clone(), self._offset + step, self._end)
+        if self._reads:
+            self._kept.append(state)
+        return state
+
+    def done(self) -> None:
+        """Hand the trajectory to those who read, after the last step."""
+        if self._reads:
+            offer_last_use(self._tap, self._name, torch.stack(self._kept, dim=1), self._end)
+
+
+def masked(hidden: Tensor, mask: Tensor | None) -> Tensor:
+    """What goes into a mixer, with zeros in the place of padding."""
+    return hidden if mask is None else (hidden * mask[:, :, None]).to(hidden.dtype)

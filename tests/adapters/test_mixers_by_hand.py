@@ -50,9 +50,18 @@ def falcon_h1(m: Any, x: Tensor, edit: Edit) -> Tensor:
     return m.out_proj(y * edit("hook_gate", F.silu(z)))
 
 
-FORMULAS: dict[str, tuple[Callable[[Any, Tensor, Edit], Tensor], Callable[[Tensor], Any]]] = {
-    "falcon-h1": (falcon_h1, lambda out: out)
-}
+def lfm2(m: Any, x: Tensor, edit: Edit) -> Tensor:
+    """transformers' Lfm2ShortConv."""
+    parts = edit("hook_in_proj", m.in_proj(x)).chunk(3, -1)
+    B, C, u = (edit(f"hook_conv_{name}", part) for name, part in zip("BCx", parts, strict=True))
+    u = edit("hook_conv", convolved(m.conv, edit("hook_conv_in", B * u)))
+    return m.out_proj(edit("hook_conv_y", C * u))
+
+
+FORMULAS: dict[str, Callable[[Any, Tensor, Edit], Any]] = {
+    "falcon-h1": falcon_h1,
+    "lfm2": lfm2,
+}  # fmt: skip
 
 
 def mixer_of(raw: nn.Module, model: pl.HookedModel) -> tuple[str, Any]:
@@ -67,10 +76,9 @@ def inside(model: pl.HookedModel, prefix: str) -> list[pl.HookPoint]:
 
 def by_hand(name: str, raw: nn.Module, mixer: Any, x: Tensor, edit: Edit) -> Tensor:
     """Logits of the user's model with the formula in the place of one mixer's forward."""
-    formula, returned = FORMULAS[name]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return returned(formula(mixer, args[0] if args else next(iter(kwargs.values())), edit))
+        return FORMULAS[name](mixer, args[0] if args else next(iter(kwargs.values())), edit)
 
     mixer.forward = forward
     try:
@@ -214,3 +222,31 @@ def test_an_edited_state_is_transformers_own_decoding_with_that_state(name: str)
     assert (stepped(raw, x, lambda carried: None) - plain[:, AT + 1 :]).abs().max() <= 5e-5 * plain.abs().max()
     assert (got[:, AT + 1 :] - want).abs().max() <= 5e-5 * plain.abs().max()
     assert (got - plain)[:, AT + 1 :].abs().max() > 1e-3
+
+
+def test_rows_that_pack_several_sequences_are_refused_by_name() -> None:
+    raw, x = zoo.more("lfm2"), zoo.tokens(1, 6)
+    model = pl.wrap(raw)
+    packed = torch.tensor([[0, 0, 0, 1, 1, 1]], dtype=torch.int32)
+    with (
+        pytest.raises(pl.InputError, match="seq_idx packs several sequences.*Lfm2ShortConv"),
+        model.hooks([("blocks.0.mixer.hook_conv", lambda t, hook: t)]),
+    ):
+        raw(x, seq_idx=packed)
+
+
+@pytest.mark.parametrize("name", ["falcon-h1", "lfm2"])
+def test_without_its_past_taps_a_convolution_is_a_product(name: str) -> None:
+    raw, x = zoo.more(name), zoo.tokens(4, LENGTH)
+    model = pl.wrap(raw)
+    batch = pl.Batch(x, {"y": x % 2})
+    found = pl.ablate_convolution(model, batch, ["current_tap", "zero"], metric="next_token_loss")
+    with torch.no_grad():
+        for module in raw.modules():
+            if isinstance(module, nn.Conv1d):
+                module.weight[..., :-1] = 0
+    out = zoo.logits(raw, x)
+    loss = F.cross_entropy(out[:, :-1].flatten(0, 1), x[:, 1:].flatten(), reduction="none").view(4, -1).mean(1)
+    current, zero = found.values
+    assert torch.allclose(current.float().flatten(), loss, rtol=1e-4)
+    assert not torch.allclose(zero, current, rtol=1e-3)

@@ -236,6 +236,13 @@ HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         },
     ),
+    "lfm2": (
+        "Lfm2ForCausalLM", "Lfm2Config",
+        {
+            **_GQA, "initializer_range": 0.1, "conv_bias": True, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False,
+            "layer_types": ["conv", "full_attention", "conv"],
+        },
+    ),
     "falcon-mamba": (
         "FalconMambaForCausalLM", "FalconMambaConfig",
         {
