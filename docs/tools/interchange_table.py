@@ -3,14 +3,19 @@
     python docs/tools/interchange_table.py [MODEL ...]
 
 measures the models of docs/data/models (all, or those named), keeps what is done in docs/data/interchange.json, and writes
-the page from there. One model takes up to two minutes of one core. What ``subject_number.py`` kept is a section of the page.
+the page from there. One model takes up to two minutes of one core. The models of the quickstart are measured in its run:
+
+    probelens run quickstart --out RUN
+    python docs/tools/interchange_table.py lstm-dyck-quickstart transformer-dyck-quickstart --run RUN
+
+What ``subject_number.py`` kept is a section of the page.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,13 +23,16 @@ from typing import Any
 import torch
 
 import probelens as pl
+from probelens.examples import quickstart
 from probelens.examples.refit_the_probe.shared.setup import make_task
+from probelens.experiments import Store
 
 DOCS = Path(__file__).resolve().parents[1]
 DATA, PAGE = DOCS / "data/interchange.json", DOCS / "used.md"
 SUBJECT = DOCS / "data/subject_number.json"
 SITE = "blocks.1.hook_resid_post"  # of four blocks
 N_PAIRS, DRAWS = 150, 4
+OWN = "quickstart"
 LAYERS = 30  # of SmolLM2-135M
 DEFINITIONS = {"class_means": "class means", "pattern": "pattern", "filter": "probe rows"}
 TABLE = (
@@ -32,10 +40,21 @@ TABLE = (
 )
 
 
-def measure(name: str) -> list[dict[str, Any]]:
+def trained(arch: str, run: str) -> Path:
+    """Where a run of the quickstart left its model of this architecture."""
+    store = Store(run)
+    found = [key for key in store.keys() if store.config(key)["arch"] == arch]  # noqa: SIM118
+    if len(found) != 1:
+        raise SystemExit(f"{run} holds {len(found)} models of {arch!r}: probelens run quickstart --out {run}")
+    return store.cell(found[0])
+
+
+def measure(name: str, run: str) -> list[dict[str, Any]]:
     """The rows of one model: IIA by definition, rank and condition."""
-    arch, task_name, _ = name.split("-")
-    task, model = make_task(task_name), pl.wrap(pl.models.load(DOCS / f"data/models/{name}.safetensors"))
+    arch, task_name, kind = name.split("-")
+    own = kind == OWN
+    task = quickstart.make_task() if own else make_task(task_name)
+    model = pl.wrap(pl.models.load(trained(arch, run) if own else DOCS / f"data/models/{name}.safetensors"))
     dyck = task_name == "dyck"
     label = "depth" if dyck else "state"
     pairs = task.pairs(N_PAIRS, length=40, seed=5, **({"label": "state", "kind": "depth"} if dyck else {}))
@@ -77,8 +96,13 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells = [_cell(here.get(kind)) for kind in (*DEFINITIONS, "DAS")]
         beside = here["class_means"]["iia"]
         cells += [_number(beside.get(kind)) for kind in ("complement", "orthogonal_pca", "random", "full")]
-        lines.append(f"| {name.rsplit('-', 1)[0]} | {rank} | " + " | ".join(cells) + " |")
+        lines.append(f"| {_shown(name)} | {rank} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _shown(name: str) -> str:
+    model, _, kind = name.rpartition("-")
+    return f"{model}, quickstart's" if kind == OWN else model
 
 
 def _cell(row: dict[str, Any] | None) -> str:
@@ -99,7 +123,7 @@ def refits(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         if row["directions"] == "DAS":
             cells = [_number(row["iia"].get(kind)) for kind in ("target", "shuffled", "untrained")]
-            lines.append(f"| {row['model'].rsplit('-', 1)[0]} | {row['rank']} | " + " | ".join(cells) + " |")
+            lines.append(f"| {_shown(row['model'])} | {row['rank']} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -132,7 +156,7 @@ def page(rows: list[dict[str, Any]], number: list[dict[str, Any]]) -> str:
 
 Swap one subspace between two runs that differ in a variable: does the answer become that of the other run? Below, the share
 of pairs in which it does (interchange intervention accuracy), and the verdict, for the trained formal models of this
-project (`docs/data/models`), of {min(n)} to {max(n)} held-out pairs that both runs answer correctly. Swapped is the residual after
+project (`docs/data/models`) and of the quickstart, of {min(n)} to {max(n)} held-out pairs that both runs answer correctly. Swapped is the residual after
 the second of four blocks, at all positions; Parity's variable is the parity so far, Dyck's the depth. "Everything" is 1 by
 construction there, and "complement" is everything but the class means.
 
@@ -168,19 +192,24 @@ Measured by `python docs/tools/subject_number.py`.
 """
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
     """Measure what is missing, or named, and write the page."""
+    parser = argparse.ArgumentParser(description="Which directions the answers of the trained formal models follow.")
+    parser.add_argument("names", nargs="*", metavar="MODEL")
+    parser.add_argument("--run", default="runs/quickstart", help="folder of the quickstart, for MODEL-quickstart")
+    given = parser.parse_args()
+    names = given.names
     torch.set_num_threads(1)
     rows = json.loads(DATA.read_text()) if DATA.exists() else []
     known = sorted(path.stem for path in (DOCS / "data/models").glob("*.safetensors"))
     for name in names or known:
         if names or all(row["model"] != name for row in rows):
             since = time.process_time()
-            rows = [row for row in rows if row["model"] != name] + measure(name)
+            rows = [row for row in rows if row["model"] != name] + measure(name, given.run)
             DATA.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
             print(f"{name}: {time.process_time() - since:.0f} s of CPU", flush=True)
     PAGE.write_text(page(rows, json.loads(SUBJECT.read_text())), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

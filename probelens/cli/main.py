@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from probelens.bench.command import bench
 from probelens.cli.parser import build
@@ -27,9 +27,10 @@ from probelens.errors import (
 )
 from probelens.experiments.executors import current, handling, named, using
 from probelens.experiments.settings import configure, restore, unknown
-from probelens.hooks.model import HookedModel
-from probelens.hooks.names import ALL_NAMES, resolve
-from probelens.hooks.points import HookPoint
+
+if TYPE_CHECKING:
+    from probelens.hooks.model import HookedModel
+    from probelens.hooks.points import HookPoint
 
 # Errors that the user can fix by giving something else: exit status 2. Any other error: 1.
 UNUSABLE = (InputError, StoreError, UnknownHookError, AdapterNotFoundError, MissingDependencyError)
@@ -203,6 +204,8 @@ def _list(args: argparse.Namespace) -> int:
 
 def _matched(model: HookedModel, args: argparse.Namespace) -> list[HookPoint] | None:
     """The hook points that ``--match`` means, or None where it isn't given: names, each with layers after it or none."""
+    from probelens.hooks.names import ALL_NAMES, resolve
+
     if args.match is None:
         return None
     names: list[Any] = []

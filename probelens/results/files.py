@@ -16,13 +16,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from probelens.errors import StoreError
 
 if TYPE_CHECKING:
     import pandas as pd
+    from torch import Tensor
 
 __all__ = ["atomic_path", "need_room", "read_rows", "read_tensors", "write_rows", "write_tensors"]
 
@@ -117,7 +115,7 @@ def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[
             holds was changed.
 
     Examples:
-        >>> import tempfile, os
+        >>> import tempfile, os, torch
         >>> path = os.path.join(tempfile.mkdtemp(), "x.safetensors")
         >>> _ = write_tensors(path, {"x": torch.arange(3)}, {"by": "me"})
         >>> read_tensors(path)
@@ -144,6 +142,8 @@ def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[
 
 
 def _checksum(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> str:
+    import torch
+
     kinds = {name: [str(t.dtype), list(t.shape)] for name, t in sorted(tensors.items())}
     found = zlib.crc32(json.dumps([kinds, sorted(header.items())]).encode())
     for name in kinds:

@@ -660,3 +660,15 @@ def test_a_setting_that_no_run_could_use_is_refused_before_the_folder_is_taken(
     assert main(["run", recipe, "--preset", "smoke", "--set", setting, "--out", str(tmp_path / "run")]) == 2
     assert re.search(r"must be at least \d+", capsys.readouterr().err)
     assert not (tmp_path / "run").exists()
+
+
+def test_help_loads_no_torch() -> None:
+    code = (
+        "import sys; from probelens.cli.main import main\n"
+        "for words in (['--help'], ['report', '--help'], ['run', '--help'], ['hooks', '--help']):\n"
+        "    try: main(words)\n"
+        "    except SystemExit: pass\n"
+        "print(sorted({'torch', 'numpy', 'pandas', 'sklearn'} & set(sys.modules)), file=sys.stderr)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stderr.strip() == "[]"
