@@ -171,8 +171,11 @@ def _try(
         row["problem"] = f"an edit that returns its input changes the output by {row['identity']:.2g}"
         return row
     if not row["edit"] > max(10 * min(row["identity"], 1e-5), 1e-7):
-        # What the output is computed from makes it NaN, however little of it is left after rounding.
-        if not model.run_with_hooks(x, [(point.name, lambda tensor, hook: tensor * torch.nan)]).isnan().any():
+        # What the output is computed from makes it NaN, however little of it is left after rounding; so do weights of zero.
+        if (
+            not row["edit"]
+            or not model.run_with_hooks(x, [(point.name, lambda tensor, hook: tensor * torch.nan)]).isnan().any()
+        ):
             row["problem"] = "the hook fired, but noise here doesn't change the output: nothing reads it"
             return row
         row["note"] = (
