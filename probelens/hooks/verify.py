@@ -171,11 +171,7 @@ def _try(
         row["problem"] = f"an edit that returns its input changes the output by {row['identity']:.2g}"
         return row
     if not row["edit"] > max(10 * min(row["identity"], 1e-5), 1e-7):
-        # What the output is computed from makes it NaN, however little of it is left after rounding; so do weights of zero.
-        if (
-            not row["edit"]
-            or not model.run_with_hooks(x, [(point.name, lambda tensor, hook: tensor * torch.nan)]).isnan().any()
-        ):
+        if not _depends(model, point, x):
             row["problem"] = "the hook fired, but noise here doesn't change the output: nothing reads it"
             return row
         row["note"] = (
@@ -203,6 +199,24 @@ def _carries_everything(model: Wrapped, point: HookPoint) -> bool:
     if point.block is None or not point.name.endswith((".hook_resid_pre", ".hook_resid_post")):
         return False
     return not model.adapter.rereads(point.layer() + point.name.endswith("post"))
+
+
+def _depends(model: Any, point: HookPoint, x: Tensor) -> bool:
+    """Whether the output has a gradient at a point: however small its part is, rounding doesn't hide it there."""
+    leaves: list[Tensor] = []
+
+    def hook(tensor: Tensor, hook: HookPoint) -> Tensor:
+        leaves.append(tensor.detach().requires_grad_())
+        return leaves[-1]
+
+    with torch.enable_grad():
+        out = model.run_with_hooks(x, [(point.name, hook)])
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out.device)
+        try:
+            found = torch.autograd.grad((out.float() * weights).sum(), leaves, allow_unused=True)
+        except RuntimeError:  # what has no gradient shows no more than its outputs do
+            return False
+    return any(bool(grad.any()) for grad in found if grad is not None)
 
 
 def _goes_around(model: Wrapped, point: HookPoint, x: Any, resid: Tensor) -> bool:
