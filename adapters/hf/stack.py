@@ -263,9 +263,12 @@ class HFStack(HFAdapter):
         if tail.startswith("mixer.") or last == "hook_mixer_out":
             if parts.mixer is None:
                 return f"{block} (a {kind}) has attention, not a mixer; use hook_attn_out"
-            if self._reads_inside(f"{prefix}mixer."):
-                return None
             mixer = submodule(self.module, join(path, parts.mixer))
+            if self._reads_inside(f"{prefix}mixer."):
+                own = ", ".join(
+                    p.name.removeprefix(prefix) for p in self.all_points if p.name.startswith(f"{prefix}mixer.")
+                )
+                return f"the mixer of {block} (a {type(mixer).__name__}) has no such point; it has {own}"
             return (
                 f"the mixer of {block} (a {type(mixer).__name__}) has no reference forward here, so its "
                 "inside is out of reach; use hook_mixer_out"

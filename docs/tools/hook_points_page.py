@@ -50,7 +50,7 @@ All of these take the same forms:
 | shorthand and layer, as in TransformerLens | `("resid_post", 3)`, `("q", -1)`, `("out", 0, "mixer")`, `"k6"` | the point of one block |
 | path in your module | `"gpt_neox.layers.3.mlp.dense_h_to_4h.hook_out"`, `"….hook_in"` | the output or the input of that module |
 | glob | `"blocks.[0-3].hook_*"` | every name that fits |
-| predicate | `lambda name: name.endswith("hook_z")` | every full name that it accepts |
+| predicate | `lambda name: name.endswith("hook_z")` | every name that it accepts, second names included; of one that leaves out what it names, full names |
 | hook point | `model.point("blocks.3.hook_resid_post")` | itself |
 | list | `["embed", ("resid_post", 3), "*.hook_z"]` | the points of each, each once: results list them in this order, the keys of a cache in the order of the forward pass |
 | nothing | `None` | every hook point |
@@ -122,6 +122,24 @@ SECTIONS: list[tuple[str, list[str], str]] = [
         "The mixers of LFM2 that aren't attention. They carry nothing but the last inputs of the convolution.",
     ),
     (
+        "RG-LRU",
+        ["recurrent-gemma"],
+        "The recurrent blocks of RecurrentGemma. With a cache, they keep their states themselves.",
+    ),
+    (
+        "Gated delta net",
+        ["qwen3-next"],
+        "The mixers of Qwen3-Next and Qwen3.5 that aren't attention. The reference forward runs the recurrence one step "
+        "after the other, where the mixer's own runs in chunks.",
+    ),
+    (
+        "RWKV",
+        ["rwkv"],
+        "The time mixing of RWKV-4 in transformers. Its sums and weights grow with exp(k), so a state point has the average of the "
+        "values and the log of their weight instead, which can be carried from one run to another. While generating with a cache, "
+        "hooks inside want one example at a time: transformers mixes up the examples of a batch there.",
+    ),
+    (
         "LSTM, GRU and RNN",
         RNNS,
         "Any module with `nn.LSTM`, `nn.GRU` or `nn.RNN`. Each layer of a stack is a block, also where the stack is "
@@ -135,6 +153,9 @@ INSIDE = {
     "attention": "attn.hook_pattern",
     "state space": "mixer.hook_ssm_state",
     "short convolution": "mixer.hook_conv_in",
+    "RG-LRU": "mixer.hook_lru_state",
+    "gated delta net": "mixer.hook_delta_state",
+    "time mixing": "mixer.hook_wkv_state",
 }
 
 

@@ -15,7 +15,7 @@ from probelens.hooks.passes.at import at
 from probelens.hooks.points import HookFn
 from probelens.running.sweep.conditions import Intervention
 
-_STATES = (".hook_ssm_state", ".rnn.hook_h", ".rnn.hook_c")
+_STATES = (".hook_ssm_state", ".hook_delta_state", ".hook_lru_state", ".rnn.hook_h", ".rnn.hook_c")
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,8 @@ class Plan:
                 f"block {missing[0]} has no state point; through its attention later positions read the keys and "
                 "values of every earlier one"
             )
+        if missing and f"blocks.{missing[0]}.mixer.hook_wkv_state" in self.model.hook_dict:
+            return f"beside its state, block {missing[0]} carries the position before into its mixer and its MLP"
         if missing:
             return f"block {missing[0]} has no state point (hook_ssm_state, rnn.hook_h)"
         # Attention beside a recurrent state reaches back past it, so then the states aren't everything.
@@ -115,8 +117,9 @@ class Plan:
         for site in sites:
             for name in self.points(site):
                 if name in self.convs[self.model.point(name).layer()]:
-                    mixer = self.model.module.get_submodule(self.model.point(name).module)
-                    reach = int(mixer.conv1d.weight.shape[-1]) - 1  # type: ignore[union-attr,index]
+                    mixer: Any = self.model.module.get_submodule(self.model.point(name).module)
+                    conv = mixer.conv_1d if hasattr(mixer, "conv_1d") else mixer.conv1d
+                    reach = int(conv.weight.shape[-1]) - 1
                     # A kernel of one position has no tail; its own input is harmless to patch.
                     out[name] = (m - torch.arange(max(reach, 1)).flip(0)).clamp_min(0)
                 else:

@@ -275,7 +275,7 @@ def test_zeroing_hook_conv_equals_a_kernel_and_bias_of_zero(name: str) -> None:
 # -- gradients ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, "falcon-h1", "lfm2", "recurrent-gemma", "qwen3-next", "rwkv"])
 def test_gradients_through_the_reference_forwards_are_the_native_ones(name: str) -> None:
     raw, model = wrapped(name)
     x = zoo.tokens()
@@ -362,7 +362,8 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id
 @pytest.mark.parametrize("name", GENERATING)
 def test_identity_hooks_everywhere_give_the_same_generation(name: str) -> None:
     raw, model = wrapped(name)
-    x = zoo.tokens(2, 4)
+    # Batches of RWKV's decoding are mixed up by transformers, and refused.
+    x = zoo.tokens(1 if name == "rwkv" else 2, 4)
     more = {**GREEDY, "output_scores": True, "return_dict_in_generate": True}
     plain = raw.generate(x, **more)
     calls: list[str] = []

@@ -96,7 +96,7 @@ def test_the_shared_block_of_zamba2_acts_on_the_mixers_input_alone() -> None:
         ("mixtral", "blocks.0.mlp.hook_post", "mixture of experts"),
         ("zamba2", "blocks.0.hook_mlp_out", "no MLP of its own"),
         ("rwkv", "blocks.0.hook_attn_out", "has no attention"),
-        ("rwkv", "blocks.0.mixer.hook_ssm_state", "RwkvSelfAttention.*out of reach; use hook_mixer_out"),
+        ("rwkv", "blocks.0.mixer.hook_ssm_state", "RwkvSelfAttention.*no such point.*mixer.hook_wkv_state"),
     ],
 )
 def test_a_point_that_a_block_lacks_says_why(name: str, point: str, reason: str) -> None:

@@ -241,7 +241,8 @@ def test_a_readout_that_mixes_positions_is_noticed() -> None:
     [
         ("jamba", "block 1 has no state point; through its attention"),
         ("zamba2", "block 1 has attention beside its recurrent state"),
-        ("rwkv", "block 0 has no state point (hook"),
+        ("rwkv", "beside its state, block 0 carries the position before"),
+        ("lfm2", "block 0 has no state point (hook"),
         ("falcon-mamba", None),
     ],
 )

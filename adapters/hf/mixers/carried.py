@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from probelens.errors import InputError
 from probelens.hooks.switchboard import Tap
@@ -15,6 +17,7 @@ from probelens.hooks.switchboard import Tap
 _PACKED = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
 # Positions that each layer of a cache went through while instrumented.
 _SEEN: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
+_SEEN_STATES: MutableMapping[Tensor, dict[int, int]] = WeakTensorKeyDictionary()
 
 
 def with_cache(run: Callable[..., Any], mixer: nn.Module, tap: Tap) -> Callable[..., Tensor]:
@@ -46,6 +49,77 @@ def with_cache(run: Callable[..., Any], mixer: nn.Module, tap: Tap) -> Callable[
         seen[layer] = offset + hidden_states.shape[1]
         _write(cache, layer, *after)
         return out
+
+    return forward
+
+
+def with_state_on_module(run: Callable[..., Any], mixer: nn.Module, tap: Tap) -> Callable[..., Any]:
+    """For RecurrentGemma's recurrent blocks, which keep the tail of the convolution and the state themselves."""
+    m: Any = mixer
+
+    def forward(
+        input_states: Tensor, position_ids: Tensor, attention_mask: Any = None, use_cache: bool = True, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        conv = state = None
+        if use_cache and m.conv1d_state is not None and len(m.conv1d_state) == len(input_states):
+            state = m.rg_lru.recurrent_states
+            # As its own forward does: a call of several positions begins the convolution anew.
+            conv = m.conv1d_state if position_ids.shape[1] == 1 else None
+        offset = int(position_ids[:, 0].max()) if use_cache else 0
+        out, (tail, m.rg_lru.recurrent_states) = run(
+            m,
+            input_states,
+            tap,
+            begins=position_ids == 0,
+            conv_state=conv,
+            state=state,
+            return_state=True,
+            offset=offset,
+        )
+        m.conv1d_state = tail[..., 1:] if use_cache else None
+        return out, None
+
+    return forward
+
+
+def own_with_state(mixer: Any, x: Tensor) -> Tensor:
+    """What a recurrent block of RecurrentGemma gives by itself for a sequence; what it keeps stays as it is."""
+    kept = mixer.conv1d_state, mixer.rg_lru.recurrent_states
+    try:
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+        out: Tensor = type(mixer).forward(mixer, x, position_ids=positions, attention_mask=None, use_cache=False)[0]
+        return out
+    finally:
+        mixer.conv1d_state, mixer.rg_lru.recurrent_states = kept
+
+
+def with_given_state(run: Callable[..., Any], mixer: nn.Module, tap: Tap) -> Callable[..., Any]:
+    """For RWKV's time mixing, which writes to a list of states that it is given."""
+    m: Any = mixer
+
+    def forward(hidden: Tensor, state: Any = None, use_cache: bool = False) -> tuple[Tensor, Any]:
+        if state is None:
+            return run(m, hidden, tap), None
+        last, *held = (s[:, :, m.layer_id] for s in state[1:])
+        seen = _SEEN_STATES.setdefault(state[2], {})
+        going_on = bool((held[2] > -1e29).any())
+        if going_on and len(hidden) > 1:
+            raise InputError(
+                f"{len(hidden)} examples go on from an RWKV's states: there transformers lets each read the position before of "
+                "every other one, and the forward that hooks inside the mixer need doesn't. Run one example at a time, or "
+                "without use_cache"
+            )
+        if going_on and m.layer_id not in seen:
+            raise InputError(
+                "an RWKV's states don't say how many positions came before, and these were made by a run without hooks inside "
+                "this mixer. Put the hooks in place before the first run, or run the whole sequence"
+            )
+        offset = seen.get(m.layer_id, 0)
+        out, after = run(m, hidden, tap, before=last, state=held, return_state=True, offset=offset)
+        seen[m.layer_id] = offset + hidden.shape[1]
+        for whole, part in zip(state[1:], (hidden[:, -1], *after), strict=True):
+            whole[:, :, m.layer_id] = part
+        return out, state
 
     return forward
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,9 +17,12 @@ from probelens.hooks.forwards import device_of, refuse_replaced_forward, replace
 from probelens.hooks.points import HookPoint
 from probelens.hooks.switchboard import Tap
 from probelens.hooks.trials import agree, remembered
+from probelens.kernels.delta import DELTA_POINTS, delta_mixer
+from probelens.kernels.rg_lru import RG_LRU_POINTS, rg_lru_mixer
 from probelens.kernels.short_conv import SHORT_CONV_POINTS, short_conv_mixer
 from probelens.kernels.ssm import MAMBA2_POINTS, MAMBA_POINTS, inner_norm, is_mamba2, mamba2_mixer, mamba_mixer
 from probelens.kernels.tap import KernelPoint
+from probelens.kernels.wkv import WKV_POINTS, wkv_mixer
 
 # Whose classes the reference forward is equal to.
 PACKAGES = ("transformers", "mamba_ssm")
@@ -51,6 +54,12 @@ _INNER = {"norm": "hook_inner_norm", "act": "hook_conv"}
 _MAMBA = Kind(MAMBA_POINTS, mamba_mixer, computes=_INNER)
 _MAMBA2 = Kind(MAMBA2_POINTS, mamba2_mixer, computes=_INNER)
 _SHORT_CONV = Kind(SHORT_CONV_POINTS, short_conv_mixer, computes={"conv": "hook_conv"})
+_RG_LRU = Kind(
+    RG_LRU_POINTS, rg_lru_mixer, "linear_x", carried.with_state_on_module, carried.own_with_state,
+    {"rg_lru": "hook_lru_state", "conv_1d": "hook_conv"},
+)  # fmt: skip
+_DELTA = Kind(DELTA_POINTS, delta_mixer, "in_proj_qkvz", computes={"norm": "hook_inner_norm", "conv1d": "hook_conv"})
+_WKV = Kind(WKV_POINTS, wkv_mixer, "key", carried.with_given_state)
 # Mixers that compute what a kernel computes, so that their inside is in reach; the first two kinds are told apart later.
 _KINDS: dict[str, Kind] = {
     **dict.fromkeys(("MambaMixer", "FalconMambaMixer", "JambaMambaMixer"), _MAMBA),
@@ -61,6 +70,10 @@ _KINDS: dict[str, Kind] = {
         ), _MAMBA2,
     ),
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), _SHORT_CONV),
+    "RecurrentGemmaRecurrentBlock": _RG_LRU,
+    "Qwen3NextGatedDeltaNet": _DELTA,
+    **dict.fromkeys(("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), replace(_DELTA, reads="in_proj_qkv")),
+    "RwkvSelfAttention": _WKV,
 }  # fmt: skip
 # Before transformers 5.15 these two sum the states of their chunks along the wrong axis on the CPU, so that
 # no correct forward equals theirs; they lost the method named torch_forward when that was mended.
