@@ -156,8 +156,8 @@ def page(rows: list[dict[str, Any]], number: list[dict[str, Any]]) -> str:
 
 Swap one subspace between two runs that differ in a variable: does the answer become that of the other run? Below, the share
 of pairs in which it does (interchange intervention accuracy), and the verdict, for the trained formal models of this
-project (`docs/data/models`) and of the quickstart, of {min(n)} to {max(n)} held-out pairs that both runs answer correctly. Swapped is the residual after
-the second of four blocks, at all positions; Parity's variable is the parity so far, Dyck's the depth. "Everything" is 1 by
+project (`docs/data/models`) and of the quickstart, of {min(n)} to {max(n)} held-out pairs that both runs answer
+correctly. Swapped is the residual after the second of four blocks, at all positions; Parity's variable is the parity so far, Dyck's the depth. "Everything" is 1 by
 construction there, and "complement" is everything but the class means.
 
 {table(rows)}
@@ -170,7 +170,8 @@ architecture, says how much of its success means nothing:
 
 {refits(rows)}
 
-Measured by `python docs/tools/interchange_table.py`. One model of each kind: the numbers say nothing about another training run.
+Measured by `python docs/tools/interchange_table.py`, the quickstart's in a run of `probelens run quickstart --out RUN` by
+`python docs/tools/interchange_table.py lstm-dyck-quickstart transformer-dyck-quickstart --run RUN`. One model of each kind: the numbers say nothing about another training run.
 
 ## The number of a subject, in SmolLM2-135M
 
