@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probelens.ablation.answers import Metric
+from probelens.ablation.answers import Metric, reader
 from probelens.ablation.comparing import Adjust, need_adjust
 from probelens.ablation.controls import CONTROLS, Control, Draws, label_asked, label_of, with_controls
 from probelens.ablation.given import Given, goes_with, names_given, strata_given
@@ -171,6 +171,7 @@ def ablate(
     if not 0 <= margin < 1:  # also NaN
         raise InputError(f"margin={margin}: an accuracy so far above its baseline counts as chance; give 0 to below 1")
     draws = Draws.of(controls, len(spaces), adjust)
+    reader(model, batch, metric, target)  # what can't be measured is refused before anything long runs
     # batch.mask says where labels count; it isn't a padding mask, as it leaves out BOS, which is read.
     acts = collect(model, batch, list(spaces), batch_size=batch_size)
     drawn = with_controls(model, acts, batch, spaces, label, kinds, draws, seed, definition_of(subspaces, directions))

@@ -132,8 +132,8 @@ def _check(answers: Tensor, each: bool, shape: tuple[int, ...], metric: Metric, 
         )
     if answers.ndim == 1 and each:
         raise InputError(
-            f"label {target!r} has one value for each example, and {kind}. Give target= a label (example, pos), or say with "
-            "pl.wrap(module, output=...) which position answers"
+            f"label {target!r} has one value for each example, and {kind}. Give target= a label (example, pos), such as "
+            "pairs.batch() has of PatchPairs, or say with pl.wrap(module, output=...) which position answers"
         )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from probelens.ablation.ablate import MARGIN, ablate
-from probelens.ablation.answers import Metric
+from probelens.ablation.answers import Metric, reader
 from probelens.ablation.columns import ABLATION
 from probelens.ablation.controls import CONTROLS, Control, check_activations, label_of
 from probelens.ablation.given import Given, need_known, strata_given
@@ -212,6 +212,7 @@ def erase(
         )
     if not 0 <= margin < 1:  # also NaN
         raise InputError(f"margin={margin}: an accuracy so far above its baseline counts as chance; give 0 to below 1")
+    reader(model, held_batch, metric, target)  # what can't be measured is refused before anything long runs
     spaces: dict[str, Any]
     with _faster_backend(model):
         if method != "inlp":

@@ -125,6 +125,12 @@ def _load(name: str) -> type[Adapter] | str:
     except (Exception, SystemExit) as err:
         # Another package's import may fail in any way; it must not take the others with it.
         reason = f"{type(err).__name__}: {err}"
+    except KeyboardInterrupt as err:
+        # Whether the user or the package interrupts can't be told, so it ends the run, and says where.
+        err.add_note(
+            f"interrupted while the probelens adapter {name!r} was imported, from {_entry_points()[name].value!r}"
+        )
+        raise
     else:
         if not (isinstance(found, type) and issubclass(found, Adapter)):
             reason = f"it is {found!r}, not a subclass of probelens.Adapter"

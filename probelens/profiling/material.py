@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,30 +138,7 @@ def _of_pairs(
             f"labels={labels}, target={target!r}: pairs have one label, {name!r}. Give pl.Batch(inputs, labels) and pairs= for "
             "others"
         )
-    answers = answer_tokens(model, pairs.answers)
-    why = (
-        "have no answers" if answers is None
-        else "have answers of several tokens" if answers.ndim == 3
-        else "differ by noise" if pairs.noise is not None
-        else None
-    )  # fmt: skip
-    if why is not None:
-        raise InputError(
-            f"these pairs {why}, so no example has one label of its own to be probed. Give pl.Batch(inputs, labels), with "
-            "pairs= for what is patched"
-        )
-    both = [side.batched or {"": side.main} for side in pairs.sides]
-    joined: dict[str, Any] = {key: torch.cat([side[key] for side in both]) for key in both[0]}
-    inputs = joined[""] if "" in joined else {**pairs.sides[0].inputs, **joined}
-    mask = torch.cat([pairs.mask, pairs.corrupted_mask])
-    told = mask if pairs.sides[0].plain and not bool(mask.all()) else None
-    values, n = torch.cat([answers[:, 0], answers[:, 1]]), len(pairs)
-    read = [pairs.places("read_pos", side) for side in (0, 1)]
-    if read[0] is not None and read[1] is not None:
-        mask = torch.zeros(mask.shape, dtype=torch.bool)
-        mask[torch.arange(2 * n), torch.cat([read[0], read[1]])] = True
-        values = values[:, None].expand(mask.shape)
-    batch = Batch(inputs, {name: values}, mask, torch.arange(n).repeat(2), told)
+    batch, n = dataclasses.replace(pairs, answers=answer_tokens(model, pairs.answers)).batch(), len(pairs)
     fit, held = _halves(batch, groups_of(batch), seed)
     kept = torch.isin(torch.arange(n), held.groups)
     swapped = Swapped(pairs[kept], None if pairs.read_pos is None else pairs.read_pos[kept])

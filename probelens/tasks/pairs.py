@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
-from probelens.tasks.data import Index, chosen_rows, inputs_of, integers, mask_of
+from probelens.tasks.data import Batch, Index, chosen_rows, inputs_of, integers, mask_of
 from probelens.tasks.examples import Examples
 from probelens.tasks.text import aligned
 
@@ -119,6 +119,51 @@ class PatchPairs:
             return _last((self.mask, self.corrupted_mask)[side])
         found: Tensor | None = getattr(self, name)
         return found if found is None or found.ndim == 1 else found[:, side]
+
+    def batch(self) -> Batch:
+        """Both sides as examples, clean ones first, labelled with their own right answers where these are read.
+
+        To be probed, ablated and erased as any other batch: the model's output at ``read_pos`` is compared with the answer.
+
+        Returns:
+            Twice as many examples, with the label "answer", or the pairs' own; True in the mask where answers are read, and a
+            pair in one group.
+
+        Raises:
+            InputError: Pairs without answers, or with answers of several tokens or noise, so that no example has one label.
+
+        Examples:
+            >>> pairs = PatchPairs(torch.tensor([[0, 1]]), torch.tensor([[1, 1]]), 0, -1, torch.tensor([[4, 5]]))
+            >>> batch = pairs.batch()
+            >>> batch.labels["answer"][batch.mask], batch.groups
+            (tensor([4, 5]), tensor([0, 0]))
+        """
+        why = (
+            "have no answers" if self.answers is None
+            else "have strings as answers, which PatchPairs.from_text makes tokens" if isinstance(self.answers, list)
+            else "have answers of several tokens" if self.answers.ndim == 3
+            else "differ by noise" if self.noise is not None
+            else None
+        )  # fmt: skip
+        if why is not None:
+            raise InputError(
+                f"these pairs {why}, so no example has one label of its own to be probed. Give pl.Batch(inputs, labels), with "
+                "pairs= for what is patched"
+            )
+        both = [side.batched or {"": side.main} for side in self.sides]
+        joined: dict[str, Any] = {key: torch.cat([side[key] for side in both]) for key in both[0]}
+        inputs = joined[""] if "" in joined else {**self.sides[0].inputs, **joined}
+        mask = torch.cat([self.mask, self.corrupted_mask])
+        told = mask if self.sides[0].plain and not bool(mask.all()) else None
+        values, n = torch.cat([self.answers[:, 0], self.answers[:, 1]]), len(self)
+        read = [self.places("read_pos", side) for side in (0, 1)]
+        if read[0] is not None and read[1] is not None:
+            mask = torch.zeros_like(mask)
+            mask[torch.arange(2 * n, device=mask.device), torch.cat([read[0], read[1]])] = True
+            values = values[:, None].expand(mask.shape)
+        return Batch(
+            inputs, {self.label or "answer": values}, mask, torch.arange(n, device=mask.device).repeat(2), told
+        )
 
     def __len__(self) -> int:
         return len(self.mask)

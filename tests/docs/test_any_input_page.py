@@ -31,16 +31,18 @@ def language_model() -> pl.HookedModel:
 
 def test_the_page_of_any_inputs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    rows = [(f"the old n{i}", f"the old n{23 - i}", " is", " are") for i in range(24)]
+    rows = [(f"the old n{i}", f"a old n{i}", " is", " are") for i in range(24)]
     with Path("pairs.csv").open("w", encoding="utf-8") as file:
         csv.writer(file).writerows([("clean", "corrupted", "right", "wrong"), *rows])
     with torch.random.fork_rng():
         torch.manual_seed(0)
         names: dict[str, Any] = run_page("docs/any-input.md", language_model=language_model())
     assert {path.name for path in tmp_path.iterdir()} == {"pairs.csv", "answers.csv", "profile.html"}
-    assert names["needed"].metric == "r2"
     assert (
         names["towers"]["patches.hook_out"].rows[0]["n_test"] > names["towers"]["words.hook_out"].rows[0]["n_test"] / 2
     )
     assert [len(row) for row in names["table"].itertuples(index=False)] == [len(names["table"].columns)] * 3
     assert names["patched"].positions == ["differing"]
+    assert names["needed"].metric == "r2"
+    assert {row["site"] for row in names["without"].targets()} == {row["site"] for row in names["erased"].rows}
+    assert names["fit"].labels["answer"][names["fit"].mask].tolist() == [26] * 12 + [27] * 12

@@ -94,7 +94,9 @@ FAULTS = {
     "priority is text": BAD.replace("99", "'high'"),
     "options are none": BAD + "    options = None",
     "no class": "Bad = 5",
+    "no Python": "def (",
 }
+INTERRUPTED = "raise KeyboardInterrupt"
 
 
 # One process that has imported everything, and a fork of it for each fault.
@@ -118,7 +120,7 @@ for folder in sys.argv[1:]:
         said = sorted(str(w.message) for w in seen if "adapter 'bad' can't be used" in str(w.message))
         print(layers, bool(said), flush=True)
     except BaseException:
-        print(repr(traceback.format_exc()), flush=True)
+        print(" ".join(traceback.format_exc().split()), flush=True)
     os._exit(0)
 """
 
@@ -127,9 +129,10 @@ for folder in sys.argv[1:]:
 def wrapped_beside(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Per fault: the number of layers of the model that was wrapped, and whether the adapter was named in a warning."""
     folders = []
-    for fault in FAULTS:
+    faults = {**FAULTS, "interrupts": INTERRUPTED}
+    for fault, code in faults.items():
         folders.append(tmp_path_factory.mktemp(fault.replace(" ", "_")))
-        install(folders[-1], "badpack", FAULTS[fault], "bad = badpack:Bad")
+        install(folders[-1], "badpack", code, "bad = badpack:Bad")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(zoo.__file__).parent), *filter(None, sys.path)])}
     done = subprocess.run(
         [sys.executable, "-c", FORKS, *map(str, folders)],
@@ -140,13 +143,19 @@ def wrapped_beside(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         env=env,
     )
     lines = done.stdout.splitlines()
-    assert len(lines) == len(FAULTS), done.stdout + done.stderr
-    return dict(zip(FAULTS, lines, strict=True))
+    assert len(lines) == len(faults), done.stdout + done.stderr
+    return dict(zip(faults, lines, strict=True))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_foreign_adapter_that_misbehaves_is_named_and_passed_over(fault: str, wrapped_beside: dict[str, str]) -> None:
     assert wrapped_beside[fault] == "3 True"
+
+
+def test_an_interrupt_on_import_ends_the_run_and_names_the_adapter(wrapped_beside: dict[str, str]) -> None:
+    said = wrapped_beside["interrupts"]
+    assert "KeyboardInterrupt" in said
+    assert "the probelens adapter 'bad' was imported, from 'badpack:Bad'" in said
 
 
 def test_every_built_in_adapter_imports_and_none_imports_its_backend() -> None:

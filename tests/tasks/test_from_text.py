@@ -70,3 +70,34 @@ def test_pairs_of_unequal_lengths_are_aligned_at_their_ends(model: Any) -> None:
                 logs, k = model(ids)[0].log_softmax(-1), len(answer.split())
                 score.append(sum(logs[-1 - k + j, ids[0, -k + j]].item() for j in range(k)))
             assert values[i].item() == pytest.approx(score[0] - score[1], abs=1e-4)
+
+
+def test_pairs_are_a_batch_that_is_probed_and_ablated_where_they_are_read(model: Any) -> None:
+    clean, corrupted = ["The cat sat on", "The big cat ran", "cat"], ["The dog sat on", "The big dog sat", "dog"]
+    pairs = pl.PatchPairs.from_text(model, clean, corrupted, [("mats", "."), ("on", "mats"), ("ran", "sat")])
+    batch = pairs.batch()
+    assert batch.groups.tolist() == [0, 1, 2, 0, 1, 2]
+    assert batch.labels["answer"][batch.mask].tolist() == [9, 8, 7, 10, 9, 6]
+    assert batch.mask.sum(1).tolist() == [1] * 6
+    right = [int(model(text)[0, -1].argmax()) for text in clean + corrupted]
+    nothing = {"blocks.1.hook_resid_post": pl.Subspace(torch.eye(16)[:1], torch.zeros(16))}
+    measured = pl.ablate(model, batch, nothing, refit=False, controls=0)
+    assert measured.clean.tolist() == [float(a == b) for a, b in zip(right, [9, 8, 7, 10, 9, 6], strict=True)]
+    for odd, why in ((None, "no answers"), (torch.ones(3, 2, 2).long().cumsum(1), "several tokens")):
+        with pytest.raises(pl.InputError, match=why):
+            pl.PatchPairs(pairs.clean, pairs.corrupted, None, -1, odd).batch()
+
+
+def test_labels_of_texts_that_the_model_does_not_answer_are_refused_before_anything_runs(model: Any) -> None:
+    batch = pl.Batch.from_text(model, ["The cat sat", "The dog sat"], {"animal": [0, 1]})
+    space = pl.Subspace(torch.eye(16)[:1], torch.zeros(16))
+    seen: list[int] = []
+    handle = model.module.register_forward_pre_hook(
+        lambda m, args, kw: seen.append(len(kw["input_ids"])), with_kwargs=True
+    )
+    with pytest.raises(pl.InputError, match=r"target= a label \(example, pos\), such as pairs.batch\(\)"):
+        pl.ablate(model, batch, {"blocks.1.hook_resid_post": space})
+    with pytest.raises(pl.InputError, match=r"pairs.batch\(\)"):
+        pl.erase(model, batch, pl.Batch.from_text(model, ["The cat ran", "The dog ran"], {"animal": [0, 1]}))
+    handle.remove()
+    assert len(seen) <= 2  # the shapes of the outputs are read from one run each
