@@ -96,7 +96,8 @@ class MLPProbe:
 
             rng = torch.Generator().manual_seed(self.seed)
             weights = [w.to(x.device).requires_grad_() for w in self._initial(x.shape[1], rng)]
-            optimiser = torch.optim.AdamW(weights, lr=self.lr, weight_decay=self.weight_decay)
+            fused = x.device.type in ("cpu", "cuda")  # a step of one call: the weights are few
+            optimiser = torch.optim.AdamW(weights, lr=self.lr, weight_decay=self.weight_decay, fused=fused)
             best, kept, waited = math.inf, [w.detach().clone() for w in weights], 0
             patience = max(self.patience, self.patience_steps / math.ceil(len(x) / self.batch_size))
             for epoch in range(self.max_epochs):

@@ -101,6 +101,24 @@ def test_the_true_gap_is_what_the_tolerance_says(tol: float, dtype: torch.dtype)
     assert max(gaps) <= 2 * tol
 
 
+def test_the_gap_of_ordered_classes_is_what_the_tolerance_says() -> None:
+    """Classes along a bent line, as a counter's in a small model: the curvature differs from row to row."""
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 8, 1500)
+    x = np.tanh(y[:, None] * rng.standard_normal(24) / 4 + rng.standard_normal(24))
+    x += 0.05 * rng.standard_normal(x.shape)
+    x = (x - x.mean(0)) / x.std(0)
+    features, labels, Cs = torch.from_numpy(x), torch.from_numpy(y), [1.0, 10.0, 100.0, 1000.0]
+    (path,) = fit_path(features.float(), labels, Cs, tol=1e-3)
+    (exact,) = fit_path(features, labels, Cs, tol=1e-8)
+    for fit, reference in zip(path, exact):
+        assert fit.converged
+        assert reference.converged
+        assert sum(f.n_iter for f in path) < 100
+        reached, best = (objective(f.coef.numpy(), f.intercept.numpy(), x, y, f.C) for f in (fit, reference))
+        assert -1e-6 < reached / best - 1 < 2e-3
+
+
 def test_a_loose_tolerance_is_really_looser() -> None:
     """The control of the test above: it can tell a gap from none."""
     x, y = problem(800, 40, 30, decay=1.0)

@@ -53,6 +53,10 @@ class Link:
         """Weighted sum over rows of the Hessian by the logits. (columns, columns) float64"""
         raise NotImplementedError
 
+    def hessian(self, r: Tensor, x: Tensor, rows: slice) -> Tensor:
+        """Hessian by the weights, from some rows and their features x (m, d). (columns · d, columns · d)"""
+        raise NotImplementedError
+
 
 class Softmax(Link):
     """Multinomial log-loss over ``n_classes`` columns."""
@@ -95,6 +99,15 @@ class Softmax(Link):
         wp = self.weighted(p)
         return torch.diag(wp.sum(0, dtype=torch.float64)) - (p.T @ wp).double()
 
+    def hessian(self, r: Tensor, x: Tensor, rows: slice) -> Tensor:
+        p = r.scatter_add(1, self._index[rows], torch.ones_like(r[:, :1])).to(x.dtype)
+        root = 1.0 if self.weight is None else self.weight[rows, None].sqrt().to(x.dtype)
+        out = -_gram(((p * root)[:, :, None] * x[:, None, :]).flatten(1)).double()
+        blocks = out.view(self.columns, x.shape[1], self.columns, x.shape[1])
+        for i, share in enumerate((p * root * root).T):
+            blocks[i, :, i, :] += (x * share[:, None]).T @ x
+        return out
+
 
 class Sigmoid(Link):
     """Binary log-loss of one column; the logit is that of class 1."""
@@ -125,6 +138,19 @@ class Sigmoid(Link):
     def covariance(self, r: Tensor) -> Tensor:
         total = self.sum((r * (1 - r))[:, 0])
         return torch.tensor([[total]], dtype=torch.float64, device=r.device)
+
+    def hessian(self, r: Tensor, x: Tensor, rows: slice) -> Tensor:
+        own = (r * (1 - r)).to(x.dtype)
+        return (x * (own if self.weight is None else own * self.weight[rows, None].to(x.dtype))).T @ x
+
+
+def _gram(x: Tensor) -> Tensor:
+    """xᵀx, of which the half above the diagonal is enough. (d, d)"""
+    out = x.new_zeros(x.shape[1], x.shape[1])
+    width = -(-x.shape[1] // 4)
+    for start in range(0, x.shape[1], width):
+        out[start : start + width, start:] = x[:, start : start + width].T @ x[:, start:]
+    return out.triu() + out.triu(1).T
 
 
 def link_for(y: Tensor, n_classes: int, weight: Tensor | None) -> Link:

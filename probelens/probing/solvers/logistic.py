@@ -9,6 +9,7 @@ which each part removes a cost that fitting one probe after the other would pay 
   never touches the features: one product forward and one backward per iteration, whatever it tries.
 - The next C starts from the best point in the span of the last solution and its last change, found in
   logit space as well. At large C, where the classes separate, this saves most of the iterations.
+- Where the weights are few, a problem that takes long goes on with its exact Hessian as the preconditioner.
 - All label sets walk their paths side by side, and their products with the features are one product.
 """
 

@@ -17,20 +17,21 @@ from probelens.numerics import linalg
 from probelens.numerics.modes import exact
 from probelens.probing.solvers.factor import Factorised
 from probelens.probing.solvers.links import Link
-from probelens.probing.solvers.precondition import Preconditioner
+from probelens.probing.solvers.newton import Newton, cost
+from probelens.probing.solvers.pairs import Pairs
+from probelens.probing.solvers.precondition import Metric, Preconditioner
 
 __all__ = ["LogisticFit", "Request", "Walker"]
 
 _F32_FLOOR = 1e-6  # relative gap below which float32 gradients are noise
-_MEMORY = 20  # L-BFGS pairs
 _SAFETY = 10.0  # the L-BFGS metric knows too little of flat directions and sees less than the whole gap
 _NEAR = 0.3  # of the objective: largest gain that a first step may predict and be taken at once
 _STEP = 100.0  # largest ratio of neighbouring C that is taken in one step
 _LOOSE = 1e-2  # relative gap at values of C that are only passed
+_FRESH = 5  # iterations for which a Hessian says what the gap is
 _LARGEST = 30_000_000  # numbers stored to keep the preconditioner exact after projections
 
 Request = tuple[str, Tensor]
-Pair = tuple[Tensor, Tensor, Tensor, Tensor, float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,6 +154,7 @@ class Walker:
         self.variances = shared.values / shared.total
         # What float32 can reach; float64 goes on from there where more is asked for.
         self.rough = max(self.tol, _F32_FLOOR) if self.dtype == torch.float32 else self.tol
+        self.patience = cost(self.link.columns, shared.d)
 
     def run(self) -> Generator[Request, Tensor, list[LogisticFit]]:
         """Ask for ("logits", weights) or ("gradient", residuals); be sent x @ weightsᵀ or residualsᵀ @ x."""
@@ -208,7 +210,7 @@ class Walker:
         z = self.link.relative(b.expand(self.shared.n, k).clone())
         return _Guess(w, b, z, *self.link.loss(z))
 
-    def _finish(self, C: float, end: _End, precondition: Preconditioner, left: int) -> Generator[Request, Tensor, _End]:
+    def _finish(self, C: float, end: _End, precondition: Metric, left: int) -> Generator[Request, Tensor, _End]:
         """Continue in float64 from where float32 ended."""
         w, b = end.point.w.double(), end.point.b.double()
         z = self.link.relative((yield "logits", w) + b)
@@ -231,24 +233,27 @@ class Walker:
         return _Point(guess.w, guess.b, guess.z, guess.loss, gw, gb)
 
     def _minimise(
-        self, C: float, at: _Point, precondition: Preconditioner, tol: float, max_iter: int
+        self, C: float, at: _Point, precondition: Metric, tol: float, max_iter: int
     ) -> Generator[Request, Tensor, _End]:
         """Preconditioned L-BFGS from a point until the estimated gap is within ``tol``."""
-        history: list[Pair] = []
+        history = Pairs(at.w)
         objective = C * at.loss + _half_square(at.w)
         gw, gb = C * at.gw + at.w, C * at.gb
-        n_iter, checked = 0, -1
+        n_iter, checked, renew = 0, -1, self.patience
         while True:
-            dw, db = _direction(gw, gb, history, precondition)
+            dw, db = history.direction(gw, gb, precondition)
             slope = _dot(gw, dw) + _dot(gb, db)
-            if slope > 0 and history:  # rounding has spoilt the pairs
-                history = []
+            if slope > 0 and len(history):  # rounding has spoilt the pairs
+                history.clear()
                 continue
             gap = _SAFETY * abs(slope) / 2 / max(abs(objective), 1e-300)
             if gap <= tol < _LOOSE and n_iter > checked:
                 # The preconditioner was made where this C began. Where classes separate, curvature has fallen
                 # since, and the gap looks smaller than it is: look again with a fresh one.
-                precondition, checked = self._preconditioner(C, self.link.loss(at.z)[1]), n_iter
+                if isinstance(precondition, Newton):
+                    precondition, checked = self._newton(C, at, precondition), n_iter + _FRESH
+                else:
+                    precondition, checked = self._preconditioner(C, self.link.loss(at.z)[1]), n_iter
                 continue
             if gap <= tol or n_iter == max_iter or not slope < 0:
                 break
@@ -259,12 +264,12 @@ class Walker:
             t, guess, objective = found
             new = yield from self._evaluate(replace(guess, w=at.w + t * dw, b=at.b + t * db))
             new_gw, new_gb = C * new.gw + new.w, C * new.gb
-            sw, sb, yw, yb = t * dw, t * db, new_gw - gw, new_gb - gb
-            sy = _dot(sw, yw) + _dot(sb, yb)
-            if sy > 0:
-                history = [*history, (sw, sb, yw, yb, 1 / sy)][-_MEMORY:]
+            history.add((t * dw, t * db), (new_gw - gw, new_gb - gb))
             at, gw, gb = new, new_gw, new_gb
             n_iter += 1
+            if n_iter >= renew:
+                precondition, renew, checked = self._newton(C, at, precondition), 2 * n_iter, n_iter + _FRESH
+                history.clear()
         return _End(at, objective, gap, n_iter)
 
     def _search(
@@ -337,6 +342,12 @@ class Walker:
         inverse, classes, intercept = (p.to(self.dtype) for p in (inverse, classes, 1 / (C * share)))
         return Preconditioner(self.shared, self.vectors, inverse, classes, intercept, constraint)
 
+    def _newton(self, C: float, at: _Point, otherwise: Metric) -> Metric:
+        try:
+            return Newton(self.shared, self.link, C, self.link.loss(at.z)[1])
+        except torch.linalg.LinAlgError:
+            return otherwise
+
     def _constraint(self, scale: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """The terms that keep the inverse exact where directions were removed: Q, QV, and (Q M⁻¹ Qᵀ)⁻¹ for each M."""
         removed, seen = self.shared.removed, self.seen
@@ -355,20 +366,6 @@ class Walker:
         intercept, k = b - w @ self.shared.mean, max(2, self.link.columns)
         gradient /= C * self.shared.total
         return LogisticFit(C, w, intercept, k, end.objective, end.gap, gradient, n_iter, end.gap <= self.tol)
-
-
-def _direction(gw: Tensor, gb: Tensor, history: list[Pair], precondition: Preconditioner) -> tuple[Tensor, Tensor]:
-    """The L-BFGS direction, by the two-loop recursion."""
-    w, b = gw, gb
-    factors = []
-    for sw, sb, yw, yb, rho in reversed(history):
-        factors.append(rho * (_dot(sw, w) + _dot(sb, b)))
-        w, b = torch.add(w, yw, alpha=-factors[-1]), torch.add(b, yb, alpha=-factors[-1])
-    w, b = precondition(w, b)
-    for (sw, sb, yw, yb, rho), a in zip(history, reversed(factors)):
-        c = a - rho * (_dot(yw, w) + _dot(yb, b))
-        w, b = torch.add(w, sw, alpha=c), torch.add(b, sb, alpha=c)
-    return -w, -b
 
 
 def _dot(a: Tensor, b: Tensor) -> float:
