@@ -6,6 +6,9 @@ and returns the folder; it raises an InputError for settings that can't be used 
 ProbelensError where a cell failed, after reporting the others. ``report(config, record) -> Path`` writes rows and report
 again from saved results and returns the report's path; a StoreError says that no cell is finished. A recipe without
 ``report`` can only be run again.
+
+A recipe in a folder of its own, ``recipe.py``, has ``Config`` and ``PRESETS`` in ``settings.py`` beside it, which loads no
+torch: ``probelens list`` reads these alone.
 """
 
 RECIPES: dict[str, str] = {

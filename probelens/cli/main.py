@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import dataclasses
 import importlib
@@ -113,6 +114,19 @@ def _recipe(name: str) -> Any:
     return importlib.import_module(RECIPES[name])
 
 
+def _listed(name: str) -> tuple[Any, str]:
+    """The module with a recipe's Config and PRESETS, and what the recipe says first; a recipe in a folder isn't loaded."""
+    from probelens.examples import RECIPES
+
+    module, _, last = RECIPES[name].rpartition(".")
+    if last != "recipe":
+        recipe = _recipe(name)
+        return recipe, (recipe.__doc__ or "").strip().split("\n")[0]
+    settings = importlib.import_module(f"{module}.settings")
+    source = Path(str(settings.__file__)).with_name("recipe.py").read_text(encoding="utf-8")
+    return settings, (ast.get_docstring(ast.parse(source)) or "").split("\n")[0]
+
+
 def _load(name: str) -> Any:
     from probelens.models.loading import load
 
@@ -186,8 +200,8 @@ def _list(args: argparse.Namespace) -> int:
 
     found: list[dict[str, Any]] = []
     for name in RECIPES:
-        recipe = _recipe(name)
-        summary, defaults = (recipe.__doc__ or "").strip().split("\n")[0], recipe.Config()
+        recipe, summary = _listed(name)
+        defaults = recipe.Config()
         settings = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(defaults)}
         found.append({"name": name, "summary": summary, "presets": sorted(recipe.PRESETS), "settings": settings})
     if args.json:

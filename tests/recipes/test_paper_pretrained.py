@@ -25,7 +25,8 @@ from probelens.examples.refit_the_probe.pretrained.words import ANSWER, InVocabu
 from probelens.examples.refit_the_probe.pretraining import recipe as pretrain
 from probelens.examples.refit_the_probe.pretraining.text import END, NextToken, make_tokenizer
 from probelens.examples.refit_the_probe.shared.corpus import held_out
-from probelens.examples.refit_the_probe.shared.models import identity, mixed
+from probelens.examples.refit_the_probe.shared.identity import identity
+from probelens.examples.refit_the_probe.shared.models import mixed
 from probelens.examples.refit_the_probe.shared.setup import make_task
 from probelens.experiments import RunRecord, Store
 

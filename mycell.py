@@ -1,0 +1,2 @@
+def cell(config, folder):
+    return [{**config, "value": 2}]
