@@ -65,6 +65,11 @@ class Tap:
         now = self._switchboard.passes.now()
         return None if now is None else now.batch
 
+    def offset(self) -> int | None:
+        """How many positions came before those of the running forward pass; None where nothing says it."""
+        now = self._switchboard.passes.now()
+        return None if now is None else now.offset
+
     def wants(self, name: str) -> bool:
         """Whether this caller has a hook at the point.
 

@@ -393,10 +393,34 @@ def test_a_batch_of_rwkvs_cannot_go_on_from_its_states_inside_hooks() -> None:
         # What is refused: there, what the other example says changes the first one's logits.
         other = raw(x[:, :1].roll(1, 0), state=[s.clone() for s in out.state], use_cache=True).logits
         assert other.shape != (2, 1, zoo.VOCAB)
-        alone = raw(x[:1], use_cache=True)
-        hooks = model.hooks([(point, lambda t, hook: t)])
-        with pytest.raises(pl.InputError, match="don't say how many positions came before"), hooks:
-            raw(x[:1, :1], state=alone.state, use_cache=True)
+
+
+@pytest.mark.parametrize("name", ["falcon-h1", "qwen3-next", "recurrent-gemma", "mamba", "rwkv"])
+def test_an_edit_that_goes_on_from_a_run_without_hooks_is_at_its_position_or_refused(name: str) -> None:
+    change = {"block_types": ["recurrent", "attention", "recurrent"]} if name == "recurrent-gemma" else {}
+    raw, x = zoo.more(name, **change), zoo.tokens(1, AT + 3)
+    model = pl.wrap(raw)
+    point = [p.name for p in model.hook_dict.values() if p.step][-1]
+    key = next(
+        n
+        for n in ("state", "cache", "past_key_values", "cache_params")
+        if n in inspect.signature(type(raw).forward).parameters
+    )
+    given = {key: transformers.DynamicCache(config=raw.config)} if name == "recurrent-gemma" else {}
+    with torch.no_grad():
+        want = model.run_with_hooks(x, [(point, pl.at(AT + 1, plus))])
+        out = raw(x[:, : AT + 1], use_cache=True, **given)
+        given = given or {key: out[key]}
+        if name in ("mamba", "rwkv"):
+            with pytest.raises(pl.InputError, match="doesn't say how many positions"), model.hooks([(point, plus)]):
+                raw(x[:, AT + 1 : AT + 2], use_cache=True, **given)
+            _, cache = model.run_with_cache({"input_ids": x[:, AT + 1 :], "use_cache": True, **given}, point)
+            assert cache[point].shape[1] == 2
+            return
+        with model.hooks([(point, pl.at(AT + 1, plus))]):
+            got = [raw(x[:, pos : pos + 1], use_cache=True, **given).logits for pos in range(AT + 1, x.shape[1])]
+    assert torch.allclose(torch.cat(got, 1), want[:, AT + 1 :], atol=1e-4)
+    assert (want - zoo.logits(raw, x))[:, AT + 1 :].abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name", FORMULAS)

@@ -15,6 +15,7 @@ from probelens.hooks.switchboard import Tap
 
 # What says that a row holds several sequences behind one another, which a reference forward doesn't keep apart.
 _PACKED = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
+_STATES = ("hook_ssm_state", "hook_delta_state", "hook_wkv_state")
 # Positions that each layer of a cache went through while instrumented.
 _SEEN: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
 _SEEN_STATES: MutableMapping[Tensor, dict[int, int]] = WeakTensorKeyDictionary()
@@ -42,7 +43,7 @@ def with_cache(run: Callable[..., Any], mixer: nn.Module, tap: Tap) -> Callable[
         carried = _read(cache, layer)
         # The cache doesn't say how many positions it has seen, and hooks want to know which one this is.
         seen = _SEEN.setdefault(cache, {})
-        offset = seen.get(layer, 0) if carried else 0
+        offset = _offset(mixer, tap, seen.get(layer)) if carried else 0
         out, after = run(
             mixer, hidden_states, tap, attention_mask=attention_mask, return_state=True, offset=offset, **carried
         )
@@ -109,12 +110,7 @@ def with_given_state(run: Callable[..., Any], mixer: nn.Module, tap: Tap) -> Cal
                 "every other one, and the forward that hooks inside the mixer need doesn't. Run one example at a time, or "
                 "without use_cache"
             )
-        if going_on and m.layer_id not in seen:
-            raise InputError(
-                "an RWKV's states don't say how many positions came before, and these were made by a run without hooks inside "
-                "this mixer. Put the hooks in place before the first run, or run the whole sequence"
-            )
-        offset = seen.get(m.layer_id, 0)
+        offset = _offset(m, tap, seen.get(m.layer_id)) if going_on else 0
         out, after = run(m, hidden, tap, before=last, state=held, return_state=True, offset=offset)
         seen[m.layer_id] = offset + hidden.shape[1]
         for whole, part in zip(state[1:], (hidden[:, -1], *after), strict=True):
@@ -122,6 +118,21 @@ def with_given_state(run: Callable[..., Any], mixer: nn.Module, tap: Tap) -> Cal
         return out, state
 
     return forward
+
+
+def _offset(mixer: nn.Module, tap: Tap, seen: int | None) -> int:
+    """How many positions came before what a mixer is called with, going on from a state.
+
+    An InputError where nothing says it, and an edit of the state would be told the wrong position.
+    """
+    if seen is not None or (seen := tap.offset()) is not None:
+        return seen
+    if any(tap.edits(name) for name in _STATES):
+        raise InputError(
+            f"a {type(mixer).__name__} goes on from a state that doesn't say how many positions came before, so an edit of its "
+            "states can't be told where it is. Put the hooks in place before the first run, or run the whole sequence"
+        )
+    return 0
 
 
 def _refuse_packed(mixer: nn.Module, kwargs: dict[str, Any]) -> None:
