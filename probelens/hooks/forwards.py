@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from probelens.errors import InputError, ShapeError
 from probelens.hooks.config import StopForward, first_argument, pick, put
-from probelens.hooks.passes.current import Passes
+from probelens.hooks.passes.current import Ours, Passes, not_copied
 from probelens.hooks.passes.turned import Layout, called_again
 from probelens.hooks.points import HookPoint, version_of
 
@@ -50,10 +50,7 @@ class SwappedForward:
         return self.now()(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise InputError(
-            "a module can't be copied or pickled while hooks are in place inside it: the copy would run with the weights "
-            "of the original. Do it outside the `with` block, or after model.reset_hooks()"
-        )
+        raise not_copied()
 
 
 def forward_now(module: nn.Module) -> Callable[..., Any]:
@@ -340,12 +337,12 @@ def attach_to_module(switchboard: Fires, point: HookPoint) -> list[Any]:
         return put(output, None, whole + delta.view_as(whole))
 
     if site.side == "out":
-        return [module.register_forward_hook(after, with_kwargs=True)]
-    handles = [module.register_forward_pre_hook(before, with_kwargs=True)]
+        return [module.register_forward_hook(Ours(after), with_kwargs=True)]
+    handles = [module.register_forward_pre_hook(Ours(before), with_kwargs=True)]
     if site.carry is not None:
         # Before the other hooks there: hook_resid_post must see the moved output.
         block = submodule(switchboard.root, site.carry)
-        handles.append(block.register_forward_hook(carry, with_kwargs=True, prepend=True))
+        handles.append(block.register_forward_hook(Ours(carry), with_kwargs=True, prepend=True))
     return handles
 
 

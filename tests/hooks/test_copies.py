@@ -74,6 +74,25 @@ def test_a_model_with_hooks_in_place_is_not_copied(site: str, way: str) -> None:
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_a_module_is_not_copied_while_another_forward_runs_in_its_place(way: str) -> None:
     model = pl.wrap(zoo.build("mamba"))
-    with model.backend("reference"), pytest.raises(pl.InputError, match="weights of the original"):
+    with model.backend("reference"), pytest.raises(pl.InputError, match="weights, of the original"):
         WAYS[way](model.module)
     assert WAYS[way](model.module) is not model.module
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    ("family", "site", "inside"),
+    [
+        ("neox", "blocks.0.hook_resid_post", "gpt_neox.layers.0"), ("neox", "blocks.0.attn.hook_q", "gpt_neox.layers.0.attention"),
+        ("mamba", "blocks.0.mixer.hook_conv", "backbone.layers.0.mixer"), ("lstm", "blocks.0.rnn.hook_c", "layers.0"),
+    ],
+)  # fmt: skip
+def test_a_module_is_not_copied_with_hooks_in_place(family: str, site: str, inside: str, way: str) -> None:
+    model = pl.wrap(zoo.build(family))
+    for part in (model.module, model.module.get_submodule(inside)):
+        with model.hooks([(site, lambda tensor, hook: None)]):
+            with pytest.raises(pl.InputError, match="hooks are in place inside it"):
+                WAYS[way](part)
+            model(X)
+        twin = WAYS[way](part)
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in twin.modules())

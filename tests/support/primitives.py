@@ -126,13 +126,13 @@ PRIMITIVES: dict[str, Call] = {
     "length_transfer": lambda m: pl.length_transfer(
         m, TASK, spaces(m), (LENGTH, LENGTH + 2), trained_length=LENGTH, n=6, controls=2
     ).rows,
-    "erase": lambda m: pl.erase(m, APART["fit"], APART["held"], label="state", sites=[RESID], controls=2).rows,
+    "erase": lambda m: pl.erase(m, APART["fit"], APART["held"], label="state", sites=[RESID], controls=2, mlp=False).rows,
     "patch": lambda m: pl.patch(m, PAIRS, "resid_pre", pos="each").values,
     "patch_sites": lambda m: pl.patch_sites(m, PAIRS, 3, "ABCD", correct_only=False, n_boot=20).rows,
     "das": learned,
     "attribute": lambda m: pl.attribute(m, PAIRS, "resid_pre", pos="each").values,
     "profile": lambda m: pl.profile(
-        m, TASK, length=LENGTH, n_probe=30, n_ablate=20, n_pairs=4, controls=2
+        m, TASK, length=LENGTH, n_probe=30, n_ablate=20, n_pairs=4, controls=2, mlp=False, filters=False
     ).ablations["state"].rows,
     "train": trained,
 }  # fmt: skip

@@ -22,6 +22,27 @@ _MASKS = ("attention_mask", "decoder_attention_mask")
 _INPUTS = ("input_ids", "decoder_input_ids", "inputs_embeds", "decoder_inputs_embeds")
 
 
+def not_copied() -> InputError:
+    """The error for a module that is copied while hooks are in place inside it."""
+    return InputError(
+        "a module can't be copied or pickled while hooks are in place inside it: the copy would run with the hooks, or the "
+        "weights, of the original. Do it outside the `with` block, or after model.reset_hooks()"
+    )
+
+
+@dataclass(eq=False, slots=True)
+class Ours:
+    """A function that stands on a module while hooks are in place. A copy of the module would take it along."""
+
+    fn: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise not_copied()
+
+
 @dataclass(eq=False)
 class Pass:
     """One forward pass.
@@ -87,8 +108,8 @@ class Passes:
     def watch(self) -> None:
         """Begin to notice passes."""
         self._handles = [
-            self.root.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
-            self.root.register_forward_hook(self._end, with_kwargs=True, always_call=True),
+            self.root.register_forward_pre_hook(Ours(self._begin), with_kwargs=True, prepend=True),
+            self.root.register_forward_hook(Ours(self._end), with_kwargs=True, always_call=True),
         ]
 
     def unwatch(self) -> None:
@@ -121,13 +142,12 @@ class Passes:
         """Count the calls of a module in each pass from now on, until as many ``uncount`` have come."""
         uses, handle = self._counted.get(path, (0, None))
         if not uses and isinstance(module := _at(self.root, path), nn.Module):
-
-            def finish(module: nn.Module, args: Any, output: Any) -> None:
-                if (now := self.now()) is not None:
-                    now.finished[path] = now.finished.get(path, 0) + 1
-
-            handle = module.register_forward_hook(finish)
+            handle = module.register_forward_hook(Ours(functools.partial(self._finish, path)))
         self._counted[path] = uses + 1, handle
+
+    def _finish(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+        if (now := self.now()) is not None:
+            now.finished[path] = now.finished.get(path, 0) + 1
 
     def uncount(self, path: str) -> None:
         """Undo one ``count``."""
