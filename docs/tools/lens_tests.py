@@ -47,6 +47,8 @@ CHOICES = {
     "a batch that isn't of one example is an error of its own": r"remove_batch_dim needs a batch of 1",
     "weights in TransformerLens' layout": r"weights in TransformerLens' own layout|weights are not folded|no attribute 'W_",
     "inputs of single heads, made on request": r"heads have no inputs of their own|set_use_",
+    "a hook that no run reaches is an error": r"HookNotFiredError",
+    "errors in other words": r"Regex pattern did not match",
     "points go by their older names": r"hook_(in|out|resid_pre|resid_post)\b",
     "attributes of the bridge's inside": r"has no attribute|_hook_registry|get_hook_point",
 }

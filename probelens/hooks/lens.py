@@ -334,6 +334,11 @@ class TransformerLensMethods:
         mask = None if attention_mask is None else torch.as_tensor(attention_mask).to(logits.device)
         return self.adapter.loss(logits, Call((), {}, tokens, mask), per_token)
 
+    @property
+    def original_model(self) -> nn.Module:
+        """The module that is wrapped, by its name on TransformerLens' bridges, whose functions look there for training mode."""
+        return self.module
+
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[Self]:
         """Eval mode inside the block; every module's own training flag comes back after it."""

@@ -118,6 +118,15 @@ def test_statistics_over_examples_and_several_metrics() -> None:
     same(got["level"].mean(), want["level"].mean())
 
 
+def test_patching_a_model_in_training_mode_is_refused_as_it_is_of_a_bridge() -> None:
+    model, x = pl.wrap(zoo.build("gpt2")), zoo.tokens(2, LENGTH)
+    _, cache = model.run_with_cache(x)
+    model.train()
+    with pytest.raises(ValueError, match="evaluation mode"):
+        patching.get_act_patch_resid_pre(model, x, cache, metric)
+    assert model.original_model is model.module
+
+
 def test_functions_without_meaning_on_an_architecture_fail_by_name() -> None:
     with pytest.raises(KeyError, match="resid_mid"):
         swept("neox", patching.get_act_patch_resid_mid, patching_metric=metric)
