@@ -117,12 +117,12 @@ def _gate(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class _BoundedRoot(torch.autograd.Function):
-    """A square root whose gradient is bounded."""
+    """A square root whose gradient is bounded; 0 below 0, where an edit of a gate may lead."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return x.sqrt()
+        return x.clamp_min(0).sqrt()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
