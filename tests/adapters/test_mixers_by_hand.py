@@ -412,8 +412,8 @@ def test_an_edit_that_goes_on_from_a_run_without_hooks_is_at_its_position_or_ref
         if name in ("mamba", "rwkv"):
             with pytest.raises(pl.InputError, match="doesn't say how many positions"), model.hooks([(point, plus)]):
                 raw(x[:, AT + 1 : AT + 2], use_cache=True, **given)
-            _, cache = model.run_with_cache({"input_ids": x[:, AT + 1 :], "use_cache": True, **given}, point)
-            assert cache[point].shape[1] == 2
+            _, cache = model.run_with_cache({"input_ids": x[:, AT + 1 : AT + 2], "use_cache": True, **given}, point)
+            assert cache[point].shape[1] == 1
             return
         with model.hooks([(point, pl.at(AT + 1, plus))]):
             got = [raw(x[:, pos : pos + 1], use_cache=True, **given).logits for pos in range(AT + 1, x.shape[1])]
