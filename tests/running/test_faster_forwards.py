@@ -12,7 +12,7 @@ import zoo
 from torch import Tensor, nn
 
 import probelens as pl
-from probelens.adapters.hf import mixers as _mamba
+from probelens.adapters.hf.mixers import kinds as _mamba
 from probelens.hooks.forwards import replaced_forward
 from probelens.hooks.trials import fingerprint
 from probelens.running.faster_forwards import faster_forwards
