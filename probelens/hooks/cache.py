@@ -372,8 +372,8 @@ class ActivationCache(Mapping[str, Tensor]):
 
         Args:
             residual_stack: (component, batch, pos, d_model)
-            tokens: The token whose logit it is: an id, text of one token, or ids (batch,) or (batch, pos).
-            incorrect_tokens: Tokens whose logits are subtracted: an id, text, or ids (batch,) or (batch, pos).
+            tokens: The token whose logit it is: an id, text of one token, or ids (batch,), (pos,) or (batch, pos).
+            incorrect_tokens: Tokens whose logits are subtracted, in the same form.
             pos_slice, batch_slice, has_batch_dim: As for ``ActivationCache.apply_ln_to_stack``.
 
         Returns:
@@ -397,8 +397,8 @@ class ActivationCache(Mapping[str, Tensor]):
         stack = self.apply_ln_to_stack(
             residual_stack, pos_slice=pos_slice, batch_slice=batch_slice, has_batch_dim=has_batch_dim
         )
-        if has_batch_dim and stack.ndim == 4 and toward.ndim == 2:
-            toward = toward.unsqueeze(-2)
+        if has_batch_dim and stack.ndim == 4 and toward.ndim == 2 and len(toward) == stack.shape[1]:
+            toward = toward.unsqueeze(-2)  # one for each example, at all its positions
         return (stack * toward.to(stack)).sum(-1)
 
     def _entering(self, block: bool) -> dict[str, Tensor]:

@@ -43,8 +43,9 @@ def held_norm(norm: nn.Module, whole: Tensor) -> Callable[[Tensor], Tensor]:
         known[1::2] = -1
         if d % 2:
             known[-3:] = known.new_tensor([1, 1, -2])
-        bias = run(torch.zeros_like(known)[None, None])
-        weight = (run(known[None, None]) - bias) / known.float()
+        # A norm may expect (batch, pos, d); without these axes the results broadcast against parts of any shape.
+        bias = run(torch.zeros_like(known)[None, None])[0, 0]
+        weight = (run(known[None, None])[0, 0] - bias) / known.float()
         wide = whole.float()
         shifted = run(whole + whole.abs().mean() + 1)
         centers = torch.allclose(shifted, run(whole), rtol=1e-2, atol=1e-3 * float(shifted.abs().max()))

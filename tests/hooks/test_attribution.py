@@ -38,6 +38,24 @@ def test_parts_add_up_to_the_logit_difference(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_tokens_for_each_position_and_caches_of_one_example_give_the_same_numbers(name: str) -> None:
+    model, tokens = pl.wrap(zoo.build(name)), zoo.tokens(3, 4)
+    with torch.no_grad():
+        _, cache = model.run_with_cache(tokens)
+    stack, wanted = cache.decompose_resid(), tokens[1]
+    each = torch.stack([cache.logit_attrs(stack, int(token)) for token in wanted], -1)
+    got = cache.logit_attrs(stack, wanted)
+    torch.testing.assert_close(got, each.diagonal(dim1=-2, dim2=-1), rtol=1e-5, atol=1e-5)
+    alone = cache.apply_slice_to_batch_dim(1)
+    part = alone.logit_attrs(alone.decompose_resid(), wanted, has_batch_dim=False)
+    torch.testing.assert_close(part, got[:, 1], rtol=1e-5, atol=1e-5)
+    last = alone.logit_attrs(alone.decompose_resid(pos_slice=-1), int(wanted[-1]), pos_slice=-1, has_batch_dim=False)
+    torch.testing.assert_close(last, got[:, 1, -1], rtol=1e-5, atol=1e-5)
+    single = cache.apply_slice_to_batch_dim([1])
+    torch.testing.assert_close(single.logit_attrs(single.decompose_resid(), wanted), got[:, 1:2], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_heads_and_the_rest_add_up_to_attention(name: str) -> None:
     model, tokens = pl.wrap(zoo.build(name)), zoo.tokens(2, 6)
     with torch.no_grad():
