@@ -135,7 +135,7 @@ class PatchPairs:
         Examples:
             >>> pairs = PatchPairs(torch.tensor([[0, 1]]), torch.tensor([[1, 1]]), 0, -1, torch.tensor([[4, 5]]))
             >>> batch = pairs.batch()
-            >>> batch.labels["answer"][batch.mask], batch.groups
+            >>> batch.labels["answer"].masked_select(batch.mask), batch.groups
             (tensor([4, 5]), tensor([0, 0]))
         """
         why = (
