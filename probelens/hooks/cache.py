@@ -373,7 +373,7 @@ class ActivationCache(Mapping[str, Tensor]):
         Args:
             residual_stack: (component, batch, pos, d_model)
             tokens: The token whose logit it is: an id, text of one token, or ids (batch,), (pos,) or (batch, pos).
-            incorrect_tokens: Tokens whose logits are subtracted, in the same form.
+            incorrect_tokens: Tokens whose logits are subtracted: an id, text, or ids (batch,), (pos,) or (batch, pos).
             pos_slice, batch_slice, has_batch_dim: As for ``ActivationCache.apply_ln_to_stack``.
 
         Returns:
