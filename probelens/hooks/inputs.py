@@ -5,6 +5,7 @@ Whether a model's mask keeps padding out of real tokens is tried, not assumed (`
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -86,6 +87,28 @@ def need_accepted(model: Wrapped, kwargs: Mapping[str, Any]) -> None:
         raise InputError(
             f"the forward of this {type(model.module).__name__} takes no argument {given[0]!r}. Its arguments: "
             f"{', '.join(names)}. Leave it out of the inputs, or rename it"
+        )
+
+
+@functools.cache
+def _required(forward: Any) -> tuple[list[str], list[str]]:
+    """The arguments of a forward by name, and of these the ones that it can't do without."""
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    taken = [one for one in list(inspect.signature(forward).parameters.values())[1:] if one.kind in plain]
+    return [one.name for one in taken], [one.name for one in taken if one.default is one.empty]
+
+
+def need_whole(model: Wrapped, call: Call) -> None:
+    """Refuse a call that leaves out what the forward needs; torch would say so as a TypeError."""
+    if type(model.adapter).run is not Adapter.run:
+        return
+    names, required = _required(type(model.module).forward)
+    given = {*names[: len(call.args)], *call.kwargs}
+    if missing := [name for name in required if name not in given]:
+        form = ", ".join(f"{name!r}: ..." for name in required)
+        raise InputError(
+            f"the forward of this {type(model.module).__name__} needs {missing[0]!r} as well, and was given "
+            f"{', '.join(name for name in names if name in given) or 'nothing'}. Give a mapping of all that it needs: {{{form}}}"
         )
 
 

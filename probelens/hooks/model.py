@@ -15,7 +15,7 @@ from probelens.errors import HookNotFiredError, InputError
 from probelens.hooks.adapter import Adapter
 from probelens.hooks.cache import ActivationCache
 from probelens.hooks.config import Call, ModelConfig, StopForward
-from probelens.hooks.inputs import described, prepared
+from probelens.hooks.inputs import described, need_whole, prepared
 from probelens.hooks.lens import TransformerLensMethods
 from probelens.hooks.names import Points
 from probelens.hooks.passes.eager import eager
@@ -158,6 +158,8 @@ class HookedModel(TransformerLensMethods):
             added = [e for e in self.switchboard.staying if e.here() and self.points.within(e.point, start, stop)]
             before = [e.fired + e.attached for e in added]
             call = self.prepare(inputs, attention_mask, start, kw)
+            if start is None:
+                need_whole(self, call)
             out = self.run(call, start=start, stop=stop, resid=None if start is None else inputs)
         silent = [e for e, count in zip(added, before, strict=True) if e.fired + e.attached == count]
         check_fired([Entry(e.point, e.fn, e.dir) for e in silent])

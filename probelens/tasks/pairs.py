@@ -78,6 +78,8 @@ class PatchPairs:
         given = corrupted.attention_mask if self.corrupted_mask is None else self.corrupted_mask
         other = mask if given is None and self.mask is not None else mask_of(given, shape, device)
         masks = (mask, other)
+        if given is None and self.mask is not None:
+            _need_shared(clean, corrupted, mask)
         vars(self).update(mask=mask, corrupted_mask=other)
         vars(self).update(clean=clean.inputs, corrupted=corrupted.inputs)
         edit = _places("edit_pos", self.edit_pos, masks, length)
@@ -288,6 +290,19 @@ def _need_alike(clean: Examples, corrupted: Examples) -> None:
                 f"{name} is {tuple(y.shape)} and clean is {tuple(x.shape)}; they must be "
                 "equal. Pad the shorter sequences and pass mask and corrupted_mask, or use PatchPairs.from_text."
             )
+
+
+def _need_shared(clean: Examples, corrupted: Examples, mask: Tensor) -> None:
+    """Refuse one mask for both sides where it hides tokens that differ: one side's own, or padding of two kinds."""
+    if clean.tokens is None or corrupted.tokens is None:
+        return
+    hidden = ~mask & (clean.tokens != corrupted.tokens)
+    if bool(hidden.any()):
+        example, pos = hidden.nonzero()[0].tolist()
+        raise InputError(
+            f"mask hides position {pos} of example {example}, where the two sides hold different tokens, so it is no padding "
+            "of both. Give each side its own: mask= for clean, corrupted_mask= for corrupted."
+        )
 
 
 def _need_different(clean: Examples, corrupted: Examples, edit: Tensor | None) -> None:

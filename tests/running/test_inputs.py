@@ -206,3 +206,29 @@ def test_embeddings_leave_out_the_module_that_makes_them() -> None:
             case.model.run_with_cache(given, "hook_embed")
     _, cache = case.model.run_with_cache(torch.zeros(3, 6, dtype=torch.long))
     assert set(case.model.hook_dict) == set(cache)
+
+
+class Weighted(torch.nn.Module):
+    """A tagger that takes a second input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = torch.nn.Embedding(9, 4), torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+
+    def forward(self, tokens: torch.Tensor, weights: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        return self.layers[0](self.embed(tokens)) * weights[..., None] * scale
+
+
+def test_a_forward_that_lacks_an_argument_is_refused_by_name() -> None:
+    model, tokens = pl.wrap(Weighted(), blocks="layers", embed="embed"), torch.arange(6).view(2, 3)
+    calls = (
+        lambda: model(tokens),
+        lambda: pl.collect(model, tokens, "resid_post"),
+        lambda: model.run_with_cache(tokens),
+        model.verify,
+    )
+    for call in calls:
+        with pytest.raises(pl.InputError, match="needs 'weights' as well.*'tokens': ..., 'weights': ..."):
+            call()
+    both = {"tokens": tokens, "weights": torch.ones(2, 3)}
+    assert torch.equal(model(both, scale=2.0), 2 * model.module(**both))

@@ -190,3 +190,18 @@ def test_examples_of_equal_inputs_have_equal_numbers() -> None:
     assert Examples(a).copies().tolist() == [0, 0, 1, 0]
     ids = Examples({"a": a, "b": torch.tensor([0, 0, 0, 5])}).copies().tolist()
     assert ids[0] == ids[1] != ids[2] != ids[3] != ids[0]
+
+
+def test_one_mask_that_hides_other_tokens_on_each_side_is_refused() -> None:
+    long, short = torch.arange(1, 9).expand(2, 8), torch.arange(11, 17).expand(2, 6)
+    padded = torch.nn.functional.pad(short, (2, 0))
+    mask = torch.ones(2, 8, dtype=torch.bool)
+    mask[:, :2] = False
+    with pytest.raises(InputError, match="corrupted_mask= for corrupted"):
+        PatchPairs(long, padded, None, 7, torch.tensor([[3, 5]] * 2), mask)
+    pairs = PatchPairs(long, padded, None, 7, torch.tensor([[3, 5]] * 2), corrupted_mask=mask)
+    assert bool(pairs.mask.all())
+    assert torch.equal(pairs.corrupted_mask, mask)
+    # Padding of both is what one mask is for.
+    both = torch.nn.functional.pad(torch.arange(1, 7).expand(2, 6), (2, 0))
+    assert torch.equal(PatchPairs(both, padded, None, 7, torch.tensor([[3, 5]] * 2), mask).corrupted_mask, mask)
