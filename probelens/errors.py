@@ -24,12 +24,7 @@ __all__ = [
 
 
 class ProbelensError(Exception):
-    """Base of every error that probelens raises on purpose.
-
-    Args:
-        reason: What was asked, found and allowed; kept as ``reason``, for a caller that goes on without.
-        advice: What to do instead, where a caller that goes on may leave that out.
-    """
+    """Base of every error that probelens raises on purpose; its ``reason`` is what it says without the advice."""
 
     def __init__(self, reason: str = "", advice: str = "") -> None:
         super().__init__(f"{reason}. {advice}" if advice else reason)

@@ -201,12 +201,13 @@ def main() -> None:
     given = parser.parse_args()
     names = given.names
     torch.set_num_threads(1)
-    rows = json.loads(DATA.read_text()) if DATA.exists() else []
+    rows = sorted(json.loads(DATA.read_text()) if DATA.exists() else [], key=lambda row: row["model"])
     known = sorted(path.stem for path in (DOCS / "data/models").glob("*.safetensors"))
     for name in names or known:
         if names or all(row["model"] != name for row in rows):
             since = time.process_time()
             rows = [row for row in rows if row["model"] != name] + measure(name, given.run)
+            rows.sort(key=lambda row: row["model"])
             DATA.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
             print(f"{name}: {time.process_time() - since:.0f} s of CPU", flush=True)
     PAGE.write_text(page(rows, json.loads(SUBJECT.read_text())), encoding="utf-8")

@@ -100,9 +100,10 @@ def _required(forward: Any) -> tuple[list[str], list[str]]:
 
 def need_whole(model: Wrapped, call: Call) -> None:
     """Refuse a call that leaves out what the forward needs; torch would say so as a TypeError."""
-    if type(model.adapter).run is not Adapter.run:
+    forward = getattr(type(model.module), "forward", nn.Module.forward)
+    if forward is nn.Module.forward:
         return
-    names, required = _required(type(model.module).forward)
+    names, required = _required(forward)
     given = {*names[: len(call.args)], *call.kwargs}
     if missing := [name for name in required if name not in given]:
         form = ", ".join(f"{name!r}: ..." for name in required)

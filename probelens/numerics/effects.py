@@ -58,6 +58,10 @@ def effect(
             f"costs must be (example,), (draw, example) and (example,), got {tuple(target.shape)}, "
             f"{tuple(draws.shape)} and {tuple(room.shape)}"
         )
+    if not 0 < level < 1 or samples < 1:
+        raise InputError(f"level={level} and samples={samples}: give a level between 0 and 1, and at least one sample")
+    if not all(bool(costs.isfinite().all()) for costs in (target, draws, room)):
+        raise InputError("costs hold NaN or infinity. Leave these examples out, or find where the metric is undefined")
     if m < 2 or n < 1:
         raise InputError(f"an effect needs at least two control draws and one example, got {m} and {n}")
     scale = room.mean()
@@ -110,6 +114,8 @@ def max_t_over_sites(targets: Tensor, draws: Tensor) -> Tensor:
             f"need targets (site,) and draws (site, draw), got {tuple(targets.shape)}, {tuple(draws.shape)}"
         )
     costs = torch.cat([targets[:, None], draws], 1).double()
+    if not bool(costs.isfinite().all()):
+        raise InputError("costs hold NaN or infinity. Leave these sites out, or find where the metric is undefined")
     spread = costs.std(1, keepdim=True)
     scores = (costs - costs.mean(1, keepdim=True)) / torch.where(spread > 0, spread, torch.ones_like(spread))
     order = scores[:, 0].argsort(descending=True, stable=True)

@@ -197,10 +197,10 @@ def profile_indices(
         ),
     }
     if not kept:
-        reason = (
-            f"no seed solved the task (accuracy {_span(score)}, needed {SOLVED}) and "
-            f"has the variable readable at the last block (R {_span(ends)}, needed {READABLE})"
-        )
+        solving = f"solved the task (accuracy {_span(score)}, needed {SOLVED})"
+        reading = f"has the variable readable at the last block (R {_span(ends)}, needed {READABLE})"
+        missing = [said for said, found in ((solving, score >= SOLVED), (reading, ends >= READABLE)) if not found.any()]
+        reason = f"no seed {' or '.join(missing)}" if missing else f"no seed {solving} and {reading}"
         return ProfileIndices(verdict="not learned", reason=reason, statistics=None, **shared)
     found = _within(
         hierarchical_bootstrap(

@@ -27,6 +27,7 @@ from probelens.patching.interchange import interchange_plan
 from probelens.patching.interchange_parts import CONTROLS, activations_of, head_columns
 from probelens.patching.interchange_result import InterchangeResult
 from probelens.patching.interchange_rows import groups_of_pairs
+from probelens.patching.metric import need_logits
 from probelens.patching.pairs import Column, Sides, check_pairs, check_positions, chosen_sides, columns, length_at
 from probelens.probing.splits import FRACTIONS, copies_together, real_tokens, split_by_group
 from probelens.results.progress import progress_bar
@@ -36,7 +37,8 @@ from probelens.subspaces.subspace import Subspace
 
 if TYPE_CHECKING:
     from probelens.hooks.shorthand import Names
-    from probelens.patching.pairs import Pos
+    from probelens.patching.metric import need_logits
+from probelens.patching.pairs import Pos
 
 __all__ = ["das"]
 
@@ -275,6 +277,7 @@ def _correct(model: HookedModel, pairs: Any, batch_size: int) -> Tensor:
         ).run().base
         for one in (sides.clean, sides.corrupted)
     )  # fmt: skip
+    need_logits(clean, corrupted)
     return (clean[:, 0] > 0) & (corrupted[:, 1] > 0)
 
 

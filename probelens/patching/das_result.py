@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from probelens.patching.interchange_result import NAMES, InterchangeResult
+from probelens.patching.interchange_result import NAMES, InterchangeResult, left_out
 from probelens.patching.interchange_rows import OVERLAP
 from probelens.results.rows import Rows
 from probelens.results.sentences import count, listed, percent, place, positions
@@ -103,6 +103,7 @@ class DASResult(Rows):
         again = [f"{said} {means[kind]}" for kind, said in REFITTED.items() if kind in means]
         if again:
             lines.append(f"Subspaces of rank {row['rank']} {', '.join(again)}.")
+        lines += left_out([row])
         if row["control_problem"]:
             lines.append(f"Missing controls: {row['control_problem']}.")
         why = f" ({row['why']})" if row["why"] else ""

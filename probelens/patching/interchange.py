@@ -21,6 +21,7 @@ from probelens.numerics.tensors import whole_number
 from probelens.patching.interchange_parts import CONTROLS, Given, Swapped, parts_at
 from probelens.patching.interchange_result import InterchangeResult
 from probelens.patching.interchange_rows import groups_of_pairs, interchange_rows
+from probelens.patching.metric import need_logits
 from probelens.patching.pairs import Column, check_pairs, check_positions, chosen_sides, columns, length_at
 from probelens.patching.plan import Source
 from probelens.probing.result import read_above
@@ -90,6 +91,7 @@ class InterchangePlan:
         agreeing = None
         if same is not None and self.same_source is not None and self._same_groups is not None:
             agreeing = same.values, same.base, self.same_source.run().base, self._same_groups
+        need_logits(source.base, run.base)
         # Of each run: whether the answer is the source's, whether it is the base's, the logit difference.
         correct = (source.base[:, 0] > 0) & (run.base[:, 1] > 0) if correct is None else correct
         rows = interchange_rows(
@@ -133,6 +135,7 @@ def interchange_plan(
     """
     need_wrapped(model)
     check_pairs(pairs, "denoise")
+    whole_number("seed", seed, 0)
     draws = DRAWS if controls is None else whole_number("controls", controls, 0)
     if unknown := [kind for kind in kinds if kind not in CONTROLS]:
         raise InputError(f"control {unknown[0]!r} is not known. Allowed: {', '.join(map(repr, CONTROLS))}")
@@ -263,7 +266,7 @@ def interchange(
         - "unread": noise does not change the output at all;
         - "unreadable": Q works, but the probe that it is taken from reads no more there than the best guess without
             activations, so that its class means differ by what goes with the label, such as the token;
-        - "no control": the answer follows Q, but no control was drawn that does not contain it; or Q is empty;
+        - "no control": the answer follows Q, but no random subspace was drawn that does not contain it; or Q is empty;
         - "underpowered": the intervals are too wide to say.
 
         A control that shares 0.3 or more of the target (``control_overlap``) contains it and is no control; it is left
@@ -278,6 +281,7 @@ def interchange(
             mapping, a head of a point that has none, or an unknown label.
         ShapeError: A subspace of another width than its site, or groups that aren't one for each pair.
         UnknownHookError: A site that the model doesn't have.
+        MetricError: The model's own logits are NaN.
 
     Source:
         Geiger et al. 2021, arXiv 2106.02997; Geiger et al. 2024, arXiv 2301.04709; Makelov et al. 2023, arXiv 2311.17030

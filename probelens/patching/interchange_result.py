@@ -140,7 +140,7 @@ class InterchangeResult(Rows):
         words: dict[str, list[dict[str, Any]]] = {}
         for row in targets:
             words.setdefault(row["verdict"], []).append(row)
-        lines += _left_out(targets)
+        lines += left_out(targets)
         lines.append(
             f"Verdict: {'; '.join(f'{word} at {_at(rows, targets)}{_why(rows)}' for word, rows in words.items())}."
         )
@@ -157,7 +157,7 @@ class InterchangeResult(Rows):
         return plots.interchange(self.to_dataframe(), title=title)
 
 
-def _left_out(rows: Sequence[dict[str, Any]]) -> list[str]:
+def left_out(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Which controls contain the subspace and don't count, as a sentence; none where all count."""
     alike: dict[str, list[dict[str, Any]]] = {}
     for row in rows:

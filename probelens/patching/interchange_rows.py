@@ -18,7 +18,8 @@ __all__ = ["groups_of_pairs", "interchange_rows", "share", "verdict"]
 
 WORKS, CHANCE = 0.5, 0.2
 _DOUBT = "the model itself answers most of their clean sides otherwise"
-_CONTROLS = ("random", "random_matched", "orthogonal_pca")
+_RANDOM = ("random", "random_matched")
+_CONTROLS = (*_RANDOM, "orthogonal_pca")
 Cell = tuple[Any, Any, Any]
 
 
@@ -151,9 +152,9 @@ def _left_out(rows: Sequence[dict[str, Any]]) -> str | None:
 
 
 def _bound(rows: Sequence[dict[str, Any]]) -> tuple[float | None, str | None]:
-    """The highest upper bound of a control that is one, and its kind; None where no control is one."""
+    """The highest upper bound of a control that is one, and its kind; None where no random subspace is one."""
     controls = [r for r in rows if r["condition"] in _CONTROLS and not _contains(r)]
-    if not controls:
+    if not any(r["condition"] in _RANDOM for r in controls):
         return None, None
     highest = max(controls, key=lambda r: r["iia_hi"])
     return highest["iia_hi"], highest["condition"]
@@ -198,8 +199,8 @@ def verdict(rows: Sequence[dict[str, Any]]) -> tuple[str, str | None]:
     if everything is False and q is not True:
         return "not here", None
     if bound is None and target["iia_hi"] >= WORKS:
-        drawn = any(row["condition"] in _CONTROLS for row in rows)
-        why = f"every control shares {OVERLAP} or more of the subspace" if drawn else "there is no control"
+        drawn = any(row["condition"] in _RANDOM for row in rows)
+        why = f"every random subspace shares {OVERLAP} or more of it" if drawn else "no random subspace was drawn"
         return "no control", target.get("control_problem") or why
     if everything is None:
         return "underpowered", "the interval of the full swap is too wide"
@@ -216,6 +217,8 @@ def verdict(rows: Sequence[dict[str, Any]]) -> tuple[str, str | None]:
         return "illusory", "the part of the subspace that is read does not move the answer by itself"
     if parts and target.get("illusory") is None and not by_kind["null_space"]["changed"]:
         return "underpowered", target.get("illusory_why")
+    if same is not None and not same["n"]:
+        return "underpowered", "the model answers no pair that agrees in the variable as the pairs say"
     if same is not None and same["iia_hi"] < 1 - CHANCE:
         why = "the answer moves also between runs that agree in the variable"
         doubt = same.get("stays_anyway")

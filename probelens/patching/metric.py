@@ -104,8 +104,17 @@ def chosen_answers(outputs: Tensor, answers: Tensor) -> Tensor:
     hits = is_answer(scores, answers)
     # Weights without a pattern: whatever logit changes, the sum does.
     weights = torch.cos(1.7 * torch.arange(1, scores.shape[-1] + 1, device=scores.device, dtype=scores.dtype))
-    gap = _difference(answer_scores(scores, answers))
+    gap = _difference(answer_scores(scores, answers)).masked_fill(scores.isnan().any(-1), torch.nan)
     return torch.cat([hits.float(), gap[:, None], (scores @ weights)[:, None]], 1)
+
+
+def need_logits(*runs: Tensor) -> None:
+    """Refuse (MetricError) runs, as ``chosen_answers`` reads them, whose logits are NaN. each (example, 4)"""
+    if bad := sum(int(run[:, 2].isnan().sum()) for run in runs):
+        raise MetricError(
+            f"the model's logits hold NaN in {bad} of {sum(map(len, runs))} runs, so there is no answer to follow. Look for the "
+            'first site with NaN in pl.collect(model, inputs, "layers").'
+        )
 
 
 def is_answer(scores: Tensor, answers: Tensor) -> Tensor:

@@ -109,6 +109,8 @@ def columns(pos: Pos, length: int, n: int, pairs: Any = None) -> tuple[list[Colu
     else:
         several = pos if isinstance(pos, Iterable) else [pos]
         wanted = [whole_number("pos", p, -length, length - 1) for p in several]
+    if len({p % length for p in wanted}) < len(wanted):
+        raise InputError(f"pos={pos!r} names a position more than once among {length}. Give each once")
     if not wanted:
         raise InputError(f"pos={pos!r} selects no position of {length}")
     return [constant(p) for p in wanted], [str(p % length) for p in wanted]

@@ -208,6 +208,8 @@ def _label(name: str, y: Tensor, mask: Tensor, shape: tuple[int, ...]) -> Tensor
 def _prepared(site: str, x: Tensor, mask: Tensor, flat: bool) -> Tensor:
     """One site's activations, checked. (n, pos, d)"""
     x = x.detach().cpu()
+    if x.is_complex():
+        raise InputError(f"activations at {site!r} are complex. Give real numbers: torch.view_as_real(x).flatten(-2)")
     if not bool(torch.isfinite(x[mask]).all()):
         raise InputError(f"activations at {site!r} have NaN or infinite values where the mask is True")
     if flat:

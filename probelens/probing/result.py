@@ -26,6 +26,7 @@ _BASELINES = {
     "untrained": "untrained model",
 }  # fmt: skip
 
+TOLD = 0.95  # from which on a guess from the last tokens counts as always right
 MARGIN = 0.02  # up to so far above its best baseline a score counts as nothing read
 _LITTLE = 0.01  # a share of the variance below which a direction carries almost none
 LOCATED = ("pattern", "class_means", "leace_left", "leace_right")
@@ -414,9 +415,17 @@ def best_guess(row: Mapping[str, Any]) -> float:
     return max([0.0, *(row[k] for k in ("majority", "position", "last_w") if row.get(k) is not None)])
 
 
-def read_above(row: Mapping[str, Any], baseline: float = 0.0) -> str:
-    """Whether a probe's interval is over its best baseline by more than ``MARGIN``: "yes", "no" or "can't tell"."""
-    low, high, bound = row["lo"], row["hi"], max(baseline, best_guess(row)) + MARGIN
+def read_above(row: Mapping[str, Any]) -> str:
+    """Whether a probe's interval is over its best baseline by more than ``MARGIN``: "yes", "no" or "can't tell".
+
+    By a quarter of what is left, where that is less. A guess from the last tokens that is nearly always right leaves
+    nothing to read beyond it: the label is a property of these tokens. Then a probe that is as good reads it.
+    """
+    low, high = row["lo"], row["hi"]
     if low is None or high is None or low != low or high != high:
         return "can't tell"
+    best, tokens = best_guess(row), row.get("last_w")
+    if tokens is not None and TOLD <= tokens == best and high >= tokens:
+        best = best_guess({**row, "last_w": None})
+    bound = best + min(MARGIN, (1 - best) / 4)
     return "yes" if low > bound else "no" if high <= bound else "can't tell"

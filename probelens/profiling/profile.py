@@ -16,6 +16,7 @@ from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped
 from probelens.hooks.shorthand import LAYER_AXIS
 from probelens.numerics.indices import READABLE, SOLVED, ProfileIndices, profile_indices
+from probelens.numerics.tensors import whole_number
 from probelens.patching.interchange import interchange
 from probelens.patching.interchange_result import InterchangeResult
 from probelens.patching.pairs import chosen_sides
@@ -97,6 +98,8 @@ def profile(
             metric that the target and the model's outputs don't fit, or sizes of a task that go with no task.
     """
     need_wrapped(model)
+    if n_pairs is not None:
+        whole_number("n_pairs", n_pairs, 0)
     sizes = {"length": length, "n_probe": n_probe, "n_ablate": n_ablate, "n_pairs": n_pairs}
     data = material(model, task, labels, target, metric, pairs, seed, sizes)
     behaviour = _behaviour(model, data, batch_size)
@@ -132,6 +135,8 @@ def profile(
             **options,
         )  # fmt: skip
     for label in data.labels:
+        if n_pairs == 0 and pairs is None:
+            unasked[f"{label}: sufficient and used"] = "n_pairs=0 asks for no pairs"
         if data.pairs and label not in data.pairs:
             unasked[f"{label}: sufficient and used"] = (
                 f"the pairs differ in {', '.join(map(repr, data.pairs))}: give pairs={{{label!r}: PatchPairs(...)}}"
@@ -221,13 +226,13 @@ def _shallow(scores: Tensor, baseline: float, solved: float | None, why: str) ->
     accuracy = scores.double().mean(0)
     scale = max(1.0 - baseline, 1e-12)
     readability = ((accuracy - baseline) / scale).clamp(min=0.0).cummax(-1).values
-    learned = (solved is None or solved >= SOLVED) and float(readability[-1]) >= READABLE
+    learned = (solved is None or solved >= SOLVED) and (baseline >= 1 or float(readability[-1]) >= READABLE)
     verdict = "undetermined"
     if not learned:
         verdict = "not learned"
-        why = f"R {readability[-1]:.3f}, needed {READABLE}"
+        why = "" if baseline >= 1 else f"R {readability[-1]:.3f}, needed {READABLE}"
         if solved is not None:
-            why = f"accuracy {solved:.3f}, needed {SOLVED}; {why}"
+            why = "; ".join(filter(None, [f"accuracy {solved:.3f}, needed {SOLVED}", why]))
     bases = torch.tensor([baseline], dtype=torch.float64)
     return ProfileIndices(verdict, why, None, accuracy, readability, bases, (learned,), (verdict,))
 

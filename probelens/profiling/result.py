@@ -252,7 +252,10 @@ def _said(rows: list[dict[str, Any]], metric: str) -> list[str]:
     if any(row.get("used") is not None for row in rows):
         moved = [row for row in rows if row.get("iia") is not None and row["readable"] != "no"]
         most = max(moved, key=lambda row: row["iia"]) if moved else None
-        rests = "no layer where it is read has pairs that both runs answer correctly" if most is None else (
+        nowhere = "it is read at no layer" if all(row["readable"] == "no" for row in rows) else (
+            "no layer where it is read has pairs that both runs answer correctly"
+        )  # fmt: skip
+        rests = nowhere if most is None else (
             f"the answer follows the class means in {percent(most['iia'])} of pairs at {layers([most['layer']])}, all else "
             f"swapped in {percent(most['iia_complement'])}"
         )  # fmt: skip

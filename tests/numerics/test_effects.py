@@ -20,6 +20,22 @@ def null(seed: int, m: int, n: int, spread: float, noise: float) -> torch.Tensor
     )
 
 
+def test_costs_that_are_no_numbers_have_no_p() -> None:
+    nan, fine = torch.full((10,), torch.nan), torch.rand(20, 10)
+    for target, draws, room in (
+        (nan, fine, torch.ones(10)),
+        (fine[0], fine * nan, torch.ones(10)),
+        (fine[0], fine, nan),
+    ):
+        with pytest.raises(InputError, match="NaN"):
+            effect(target, draws, room)
+    with pytest.raises(InputError, match="NaN"):
+        max_t_over_sites(torch.tensor([1.0, torch.nan]), torch.rand(2, 20))
+    for options in ({"level": 95}, {"samples": 0}):
+        with pytest.raises(InputError, match="level"):
+            effect(fine[0], fine, torch.ones(10), **options)
+
+
 def test_the_seed_moves_no_end_by_more_than_the_sequences_noise() -> None:
     costs = null(0, 99, 300, 0.2, 0.02)
     found = [effect(costs[0], costs[1:], torch.ones(300), seed=seed) for seed in range(5)]

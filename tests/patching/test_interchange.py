@@ -216,7 +216,7 @@ def test_a_control_that_contains_the_target_is_left_out_of_the_verdict() -> None
     containing, another = row("random_matched", 0.9, 1, 0.8), row("random", 0, 0.02, 0.1)
     assert verdict([*three, containing, another]) == ("used", None)
     assert verdict([*three, containing])[0] == "no control"
-    assert verdict(three) == ("no control", "there is no control")
+    assert verdict(three) == ("no control", "no random subspace was drawn")
     assert verdict([*three, row("random_matched", 0.9, 1, 0.1), another])[0] == "unspecific"
     spread = [three[0], three[1], row("complement", 0.9, 1)]
     assert verdict([*spread, another])[0] == "spread"
@@ -266,6 +266,8 @@ def test_bad_input_is_named_before_anything_runs() -> None:
         interchange(model, pairs, {"blocks.7.hook_resid_post": axis(0)})
     with pytest.raises(pl.InputError, match="a Tensor"):
         interchange(model, pairs, {site: torch.eye(6)[:1]})
+    with pytest.raises(pl.InputError, match="more than once"):
+        interchange(model, pairs, {site: axis(0)}, pos=[2, -1])
     for pos in (True, 3, -4, [0, 1.5], 2.0):
         with pytest.raises(pl.InputError, match="from -3 to 2"):
             interchange(model, pairs, {site: axis(0)}, pos=pos)  # type: ignore[arg-type]

@@ -96,7 +96,12 @@ def test_without_a_control_nothing_is_called_used() -> None:
     model, pairs = known()
     site = "blocks.0.hook_resid_post"
     row = interchange(model, pairs, {site: axis(0)}, pos=2, controls=0, kinds=()).targets()[0]
-    assert (row["iia"], row["verdict"], row["why"]) == (1.0, "no control", "there is no control")
+    assert (row["iia"], row["verdict"], row["why"]) == (1.0, "no control", "no random subspace was drawn")
+    # Components orthogonal to it alone don't say how often chance would do it.
+    row = interchange(model, pairs, {site: axis(2)}, pos=2, controls=0).targets()[0]
+    assert row["verdict"] == "used elsewhere"
+    row = interchange(model, pairs, {site: axis(0)}, pos=2, controls=0, kinds=("orthogonal_pca",)).targets()[0]
+    assert (row["iia"], row["verdict"]) == (1.0, "no control")
     # Half of the width: each random subspace shares about half of it.
     row = interchange(model, pairs, {site: axis(0, 2, 3)}, pos=2, kinds=("random",)).targets()[0]
     assert (row["iia"], row["verdict"]) == (1.0, "no control")
@@ -320,7 +325,7 @@ def test_pairs_said_to_agree_that_differ_are_noticed() -> None:
     same = pl.PatchPairs(alike, made.held.tokens, at, at, torch.stack([1 - y, y], 1))
     for other, stays, anyway in ((same, 1.0, 1.0), (pairs, 0.0, 0.0)):
         found = pl.interchange(
-            made.model, pairs, {SITE: space}, same_pairs=other, pos=planted.LENGTH - 1, controls=0, kinds=("orthogonal_pca",)
+            made.model, pairs, {SITE: space}, same_pairs=other, pos=planted.LENGTH - 1, controls=3, kinds=("random",)
         )  # fmt: skip
         row = found.find(condition="same_value")
         assert (row["iia"], row["stays_anyway"]) == (stays, anyway)
@@ -328,3 +333,30 @@ def test_pairs_said_to_agree_that_differ_are_noticed() -> None:
     assert found.targets()[0]["why"].endswith(
         "if they do: the model itself answers most of their clean sides otherwise"
     )
+
+
+def test_pairs_that_the_model_does_not_answer_so_are_not_too_few() -> None:
+    made = planted.unused()
+    space = pl.subspaces.class_means(made.acts(made.fit), made.fit.labels["y"])
+    pairs, alike = made.pairs(lambda t: t ^ 1), made.held.tokens.clone()
+    alike[:, -1] ^= 2
+    y, at = made.held.labels["y"][:, -1], torch.full((len(alike),), planted.LENGTH - 1)
+    wrong = pl.PatchPairs(alike, made.held.tokens, at, at, torch.stack([y, 1 - y], 1))
+    found = pl.interchange(
+        made.model, pairs, {SITE: space}, same_pairs=wrong, pos=planted.LENGTH - 1, controls=3, kinds=("random",)
+    )
+    row = found.targets()[0]
+    assert found.find(condition="same_value")["n"] == 0
+    assert (row["verdict"], row["why"]) == (
+        "underpowered", "the model answers no pair that agrees in the variable as the pairs say",
+    )  # fmt: skip
+
+
+def test_logits_of_nan_are_named_and_not_called_wrong_answers() -> None:
+    model, pairs = known()
+    with torch.no_grad():
+        model.module.head.weight[0, 0] = float("nan")
+    with pytest.raises(pl.MetricError, match="NaN in 240 of 240 runs"):
+        interchange(model, pairs, {"blocks.0.hook_resid_post": axis(0)}, pos=2, controls=1)
+    with pytest.raises(pl.MetricError, match="NaN in 240 of 240 runs"):
+        pl.das(model, pairs, "blocks.0.hook_resid_post", 2, 1, steps=1)

@@ -35,7 +35,17 @@ def test_readable_asks_for_more_than_the_best_guess_and_says_when_the_interval_d
     assert ask(0.53, 0.7) == {"readable": "yes", "baseline": 0.5}
     assert ask(0.4, 0.52)["readable"] == "no"
     assert ask(0.5, 0.6)["readable"] == "can't tell"
-    assert ask(0.53, 0.7, baseline=0.6) == {"readable": "can't tell", "baseline": 0.6}
+    # Near 1 a quarter of what is left is enough.
+    assert answers.readable({**row, "position": 0.96, "lo": 0.98, "hi": 1.0}, 0.2)["readable"] == "yes"
+
+
+def test_what_the_last_tokens_tell_is_read_by_a_probe_that_is_as_good() -> None:
+    row = {"majority": 0.5, "position": 0.5, "last_w": 1.0}
+    ask = lambda lo, hi, tokens=1.0: answers.readable({**row, "last_w": tokens, "lo": lo, "hi": hi}, 0.5)["readable"]  # noqa: E731
+    assert [ask(0.98, 1.0), ask(0.96, 1.0, 0.967)] == ["yes", "yes"]
+    assert ask(0.78, 0.84) == "no", "the tokens tell more than this probe reads"
+    assert ask(0.78, 0.84, 0.85) == "no"
+    assert ask(0.48, 1.0) == "can't tell"
 
 
 def test_sufficiency_leaves_out_cells_that_are_one_by_construction() -> None:
