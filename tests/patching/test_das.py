@@ -303,6 +303,10 @@ def test_the_result_prints_is_drawn_saved_and_its_subspace_is_one_like_others(
     assert "Rank 2 of 12, learned at layer 0 (blocks.0.hook_resid_post), position 4" in said
     assert "Verdict: used." in said
     assert "learned on shuffled answers" in said
+    held = [
+        {**row, "controls_left_out": "2 of 3 random"} if row["condition"] == "target" else row for row in found.rows
+    ]
+    assert "left out: 2 of 3 random" in repr(dataclasses.replace(found, rows=held))
     assert [trace.name for trace in found.plot().data] == ["the answers", "learned on shuffled answers"]
     loaded = pl.DASResult.load(found.save(tmp_path / "found.safetensors"))
     assert loaded.rows == found.rows

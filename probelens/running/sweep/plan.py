@@ -257,6 +257,8 @@ def choose(work: Work, resume: bool = True) -> tuple[Strategy, str]:
     Raises:
         InputError: A budget too small for one example under one condition.
     """
+    if not work.conditions:
+        return Full(work), "no conditions"  # nothing starts in the midst, so no start is tried
     why = "" if resume else "a trial on this model gave other numbers"
     for kind in (Resume, Skip) if resume else (Skip,):
         try:

@@ -212,7 +212,7 @@ class Skip(Full):
 
     def first_blocks(self) -> Sequence[int | None]:
         model, conditions = self.work.model, self.work.conditions
-        if why := why_not_skip(self.work) or ("" if conditions else "no conditions"):
+        if why := why_not_skip(self.work):
             raise Unfit(why)
         starts = first_blocks(model, conditions, self.work.examples.main)
         if all(start is None for start in starts):
