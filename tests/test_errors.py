@@ -139,7 +139,7 @@ def constant(logits: Tensor, answers: Tensor) -> Tensor:
         (lambda p: pl.attribute(p.model, p.pairs, metric=constant), pl.MetricError, "gradient of the metric, which has none"),
         (lambda p: pl.ablate(p.model, p.batch[:1], p.space, label="state"), pl.InputError, "at least 2 sequences .* has 1"),
         (lambda p: pl.length_transfer(p.model, p.space, p.task), pl.InputError, "expected a task, got a dict"),
-        (lambda p: pl.length_transfer(p.model, p.task, [5], p.space), pl.InputError, "must be a mapping .* got a list"),
+        (lambda p: pl.length_transfer(p.model, p.task, [5], p.space), pl.InputError, "got a list.* a mapping from hook point to Subspace"),
         (lambda p: pl.profile(p.model, p.batch.tokens), pl.InputError, "expected a task, a Batch or PatchPairs, got a Tensor"),
     ],
 )  # fmt: skip

@@ -98,10 +98,10 @@ def _required(forward: Any) -> tuple[list[str], list[str]]:
     return [one.name for one in taken], [one.name for one in taken if one.default is one.empty]
 
 
-def need_whole(model: Wrapped, call: Call) -> None:
-    """Refuse a call that leaves out what the forward needs; torch would say so as a TypeError."""
+def need_whole(model: Wrapped, call: Call, start: int | None) -> None:
+    """Refuse a call from the inputs that leaves out what the forward needs; torch would say so as a TypeError."""
     forward = getattr(type(model.module), "forward", nn.Module.forward)
-    if forward is nn.Module.forward:
+    if start is not None or forward is nn.Module.forward:
         return
     names, required = _required(forward)
     given = {*names[: len(call.args)], *call.kwargs}

@@ -158,8 +158,7 @@ class HookedModel(TransformerLensMethods):
             added = [e for e in self.switchboard.staying if e.here() and self.points.within(e.point, start, stop)]
             before = [e.fired + e.attached for e in added]
             call = self.prepare(inputs, attention_mask, start, kw)
-            if start is None:
-                need_whole(self, call)
+            need_whole(self, call, start)
             out = self.run(call, start=start, stop=stop, resid=None if start is None else inputs)
         silent = [e for e, count in zip(added, before, strict=True) if e.fired + e.attached == count]
         check_fired([Entry(e.point, e.fn, e.dir) for e in silent])

@@ -234,6 +234,10 @@ def test_patch_with_any_positions_and_batch_size(data: st.DataObject) -> None:
         with pytest.raises(pl.ProbelensError):
             run(4)
         return
+    if isinstance(pos, list) and len({p % LENGTH for p in pos}) < len(pos):
+        with pytest.raises(pl.InputError, match="more than once"):
+            run(4)
+        return
     found, again = run(4), run(data.draw(st.integers(1, 5)))
     assert torch.allclose(found.values, again.values, atol=1e-4), "the batch size changes no number"
 
