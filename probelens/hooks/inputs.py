@@ -83,7 +83,7 @@ def need_accepted(model: Wrapped, kwargs: Mapping[str, Any]) -> None:
         inside = {name for m in model.module.modules() for name in inspect.signature(type(m).forward).parameters}
         given = [name for name in given if name not in inside]
     if given:
-        names = [name for name, one in taken.items() if name != "self" and one.kind is not one.VAR_KEYWORD]
+        names = [name for name, one in list(taken.items())[1:] if one.kind is not one.VAR_KEYWORD]
         raise InputError(
             f"the forward of this {type(model.module).__name__} takes no argument {given[0]!r}. Its arguments: "
             f"{', '.join(names)}. Leave it out of the inputs, or rename it"

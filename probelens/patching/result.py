@@ -286,7 +286,7 @@ class PatchResult(Result):
         """A warning where the gap that recoveries are shares of is lost in the differences between pairs."""
         from probelens.numerics.stats import hierarchical_bootstrap
 
-        gap = (self.clean - self.corrupted)[self.correct].double()
+        gap = self._moved(self.correct.nonzero().flatten())[1]
         if len(gap) < 2:
             return ""
         found = hierarchical_bootstrap(gap[None], n_draws=1000)

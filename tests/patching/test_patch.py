@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -135,9 +136,17 @@ def test_a_gap_of_rounding_is_none_and_one_lost_among_the_pairs_is_said_to_be() 
     with pytest.raises(pl.MetricError, match="up to rounding"):
         rounded.recovery()
     shift = torch.randn(40, generator=gen)
-    either = pl.PatchResult(torch.rand(1, 1, 40), clean, clean + shift - shift.mean() + 0.01, right, **kw)
+    either = pl.PatchResult(
+        torch.rand(1, 1, 40), clean, clean + shift - shift.mean() + 0.01, right, **{**kw, "metric": "logit_diff"}
+    )
     assert "Their gap, -0.01 [-0." in str(either)
     assert "can't be told from 0, so shares of it say nothing" in str(either)
+    # The model's own number counts in the direction of each pair's gap, so that gaps of both signs don't cancel.
+    signed = dataclasses.replace(either, metric="value")
+    assert "can't be told" not in str(signed)
+    gap = (clean - either.corrupted).double()
+    want = ((either.values - either.corrupted).double() * gap.sign()).mean() / gap.abs().mean()
+    assert signed.recovery().item() == pytest.approx(want.item(), rel=1e-6)
     clear = pl.PatchResult(torch.rand(1, 1, 40), clean, clean + shift.abs(), right, **kw)
     assert "can't be told" not in str(clear)
 
