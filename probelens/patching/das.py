@@ -37,8 +37,7 @@ from probelens.subspaces.subspace import Subspace
 
 if TYPE_CHECKING:
     from probelens.hooks.shorthand import Names
-    from probelens.patching.metric import need_logits
-from probelens.patching.pairs import Pos
+    from probelens.patching.pairs import Pos
 
 __all__ = ["das"]
 

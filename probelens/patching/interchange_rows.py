@@ -191,7 +191,7 @@ def verdict(rows: Sequence[dict[str, Any]]) -> tuple[str, str | None]:
         return "underpowered", "no pair is answered correctly by both runs"
     if "noise" in by_kind and not by_kind["noise"]["changed"]:
         return "unread", "noise as large as the activations changes nothing in the output"
-    if target.get("rank") == 0:
+    if not target["rank"]:
         return "no control", target["control_problem"]
     bound, highest = _bound(rows)
     everything = True if full["iia_lo"] >= WORKS else False if full["iia_hi"] < WORKS else None

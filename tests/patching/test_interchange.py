@@ -206,6 +206,7 @@ def test_a_control_that_contains_the_target_is_left_out_of_the_verdict() -> None
     def row(condition: str, low: float, high: float, overlap: float | None = None) -> dict[str, object]:
         return {
             "condition": condition,
+            "rank": 1,
             "iia": (low + high) / 2,
             "iia_lo": low,
             "iia_hi": high,

@@ -266,7 +266,14 @@ def test_random_targets_are_seldom_called_used() -> None:
 
 def test_a_verdict_that_rests_on_the_illusion_check_waits_for_it() -> None:
     def row(condition: str, low: float, high: float, **more: object) -> dict[str, object]:
-        shared = {"condition": condition, "iia": (low + high) / 2, "iia_lo": low, "iia_hi": high, "changed": True}
+        shared = {
+            "condition": condition,
+            "rank": 1,
+            "iia": (low + high) / 2,
+            "iia_lo": low,
+            "iia_hi": high,
+            "changed": True,
+        }
         return {**shared, "control_overlap": None, **more}
 
     four = [row("full", 0.98, 1), row("complement", 0, 0.02), row("random", 0, 0.02), row("row_space", 0.3, 0.7)]
