@@ -1,2 +1,0 @@
-def cell(config, folder):
-    return [{**config, "value": 2}]
