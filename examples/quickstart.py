@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import probelens as pl
+from probelens.errors import at_least
 from probelens.experiments import RunRecord, Status, Store
 from probelens.experiments.recipe import finished_rows, run_recipe, settings_of
-from probelens.experiments.settings import at_least
 
 LABELS = {"depth": "depth (open brackets, 0 to 10)", "top": "top of stack (type of the innermost open bracket)"}
 NAMES = {"lstm": "LSTM", "gru": "GRU", "transformer": "Transformer", "mamba": "Mamba", "mamba2": "Mamba-2"}

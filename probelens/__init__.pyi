@@ -67,8 +67,9 @@ from .profiling import Profile as Profile
 from .profiling import profile as profile
 from .results import plots as plots
 from .results import report as report
-from .running.collect import Activations as Activations
+from .running.activations import Activations as Activations
 from .running.collect import collect as collect
+from .running.workers import Workers as Workers
 from .subspaces import Eraser as Eraser
 from .subspaces import Subspace as Subspace
 from .subspaces import leace as leace

@@ -76,6 +76,23 @@ def nearest(name: str, options: Iterable[str], n: int = 3) -> list[str]:
     return difflib.get_close_matches(str(name), [str(o) for o in options], n=n, cutoff=0.5)
 
 
+def unknown(what: str, name: str, options: Iterable[str]) -> str:
+    """Error message for an unknown name: the nearest names and the allowed ones."""
+    options = list(options)
+    near = nearest(name, options)
+    hint = f"Nearest: {', '.join(near)}. " if near else ""
+    return f"{what} {name!r} not found. {hint}Allowed: {', '.join(options) or 'none'}"
+
+
+def at_least(config: Any, **minima: int) -> None:
+    """Refuse a config with a number below what a run needs; None is allowed, and every number of a tuple is checked."""
+    for name, least in minima.items():
+        value = getattr(config, name)
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            if one is not None and one < least:
+                raise InputError(f"{name}={value!r}: it must be at least {least}")
+
+
 def require(module: str, extra: str, why: str) -> ModuleType:
     """Import an optional package; a MissingDependencyError says which extra brings it, and what needs it (``why``)."""
     try:

@@ -30,6 +30,7 @@ from probelens.probing.refit_values import refit_values
 from probelens.probing.result import ProbeResult
 from probelens.probing.splits import groups_of
 from probelens.running.collect import collect
+from probelens.running.workers import Executor, takes_executor
 from probelens.subspaces.directions import definition_of, spaces_of
 from probelens.subspaces.leace import Eraser
 from probelens.subspaces.oracle import OracleEraser, QuadraticEraser, bound
@@ -41,6 +42,7 @@ __all__ = ["ablate"]
 MARGIN = 0.02
 
 
+@takes_executor
 def ablate(
     model: HookedModel,
     batch: Any,
@@ -63,6 +65,7 @@ def ablate(
     memory: int | None = None,
     seed: int = 0,
     progress: bool = False,
+    executor: Executor = None,
 ) -> AblationResult:
     """Ablate a subspace at each site in turn, and measure the cost, the refit and the controls.
 
@@ -107,6 +110,7 @@ def ablate(
         memory: Bytes that the sweep may hold at once; None for the default limits.
         seed: Of control draws, splits and intervals.
         progress: Show a progress bar.
+        executor: Where the runs go: None for this process, or ``pl.Workers``, "local", "dask", "submitit".
 
     Returns:
         The shares of variance that the subspaces carry, drops with intervals over sequences, damage D = drop/(clean −

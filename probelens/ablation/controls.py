@@ -15,7 +15,7 @@ from probelens.hooks.model import HookedModel
 from probelens.hooks.points import has_positions
 from probelens.numerics.linalg import between_rows
 from probelens.numerics.tensors import whole_number
-from probelens.running.collect import Activations
+from probelens.running.activations import Activations
 from probelens.subspaces.directions import between_share, variance_share
 from probelens.subspaces.fitted import moments, top_pca
 from probelens.subspaces.leace import Eraser

@@ -34,6 +34,7 @@ from probelens.results.progress import progress_bar
 from probelens.results.rows import Rows
 from probelens.results.sentences import count, place, share
 from probelens.running.collect import collect
+from probelens.running.workers import Executor, takes_executor
 from probelens.subspaces.inlp import Inlp, inlp
 from probelens.subspaces.leace import ConditionalLeaceFitter, LeaceFitter
 from probelens.subspaces.oracle import QuadraticFitter, oracle_of
@@ -114,6 +115,7 @@ class ErasureResult(Rows):
         return plots.ablation(table, metric=self.ablation.metric, percent=percent, title=title)
 
 
+@takes_executor
 def erase(
     model: HookedModel,
     fit_batch: Any,
@@ -134,6 +136,7 @@ def erase(
     memory: int | None = None,
     seed: int = 0,
     progress: bool = False,
+    executor: Executor = None,
 ) -> ErasureResult:
     """Erase a variable at each site in turn, check that no probe reads it, and measure the cost.
 
@@ -158,7 +161,7 @@ def erase(
     hold some of the given label: LEACE is the method for this.
 
     Args:
-        model, target, metric, controls, kinds, mlp, batch_size, memory, seed, progress: As for ``ablate``.
+        model, target, metric, controls, kinds, mlp, batch_size, memory, seed, progress, executor: As for ``ablate``.
         fit_batch: Sequences that erasers are fitted on. tokens (example, pos).
         held_batch: Other sequences: fresh probes are trained and tested on them, split by sequence,
             and the model is measured on all of them.

@@ -13,7 +13,7 @@ from probelens.hooks.edits.values import Replace
 from probelens.hooks.inputs import mask_for_model
 from probelens.hooks.model import HookedModel
 from probelens.hooks.trials import agree
-from probelens.running.collect import Activations
+from probelens.running.activations import Activations
 from probelens.running.shapes import output_shape
 from probelens.running.sweep.conditions import Condition, Intervention, Read
 from probelens.running.sweep.plan import sweep

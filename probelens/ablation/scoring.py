@@ -20,7 +20,8 @@ from probelens.hooks.model import HookedModel
 from probelens.numerics.shares import exact_interval
 from probelens.numerics.stats import hierarchical_bootstrap
 from probelens.numerics.tensors import class_numbers
-from probelens.running.collect import Activations, collect
+from probelens.running.activations import Activations
+from probelens.running.collect import collect
 from probelens.running.shapes import positions_at
 from probelens.running.sweep.conditions import Condition, Intervention
 from probelens.running.sweep.plan import sweep

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from probelens.errors import InputError, MissingDependencyError, StoreError
-from probelens.experiments.settings import unknown
+from probelens.errors import InputError, MissingDependencyError, StoreError, unknown
 
 if TYPE_CHECKING:
     from probelens.bench.harness import Case

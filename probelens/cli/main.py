@@ -25,9 +25,10 @@ from probelens.errors import (
     ProbelensError,
     StoreError,
     UnknownHookError,
+    unknown,
 )
-from probelens.experiments.executors import current, handling, named, using
-from probelens.experiments.settings import configure, restore, unknown
+from probelens.experiments.settings import configure, named, restore
+from probelens.running.executors import current, handling, using
 
 if TYPE_CHECKING:
     from probelens.hooks.model import HookedModel

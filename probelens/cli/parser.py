@@ -9,8 +9,7 @@ from typing import Any, NoReturn
 
 from probelens import __version__
 from probelens.bench import command as benchmarks
-from probelens.errors import nearest
-from probelens.experiments.settings import unknown
+from probelens.errors import nearest, unknown
 
 STATUS = (
     "exit status: 0 all well, 1 the work failed, 2 the command, or a file, folder or model that it needs, can't be\n"

@@ -15,11 +15,11 @@ from typing import Any
 
 from probelens.errors import InputError, ProbelensError, StoreError
 from probelens.experiments.code import code_of
-from probelens.experiments.executors import Local, Spec, current, named, opened
 from probelens.experiments.owner import owned
 from probelens.experiments.status import watching
 from probelens.experiments.store import Row, Store, cell_key
 from probelens.results.files import atomic_path
+from probelens.running.executors import Local, Spec, current, opened, spec_of
 
 __all__ = ["GridReport", "RunCell", "run_grid"]
 
@@ -69,7 +69,7 @@ def run_grid(
         configs: One per cell, plain data.
         store: Where rows go. On a cluster its folder must be on a disk that all machines share.
         executor: "local" (processes of this machine), "dask" or "submitit", or one of these with its
-            settings (`probelens.experiments.executors`), or any ``concurrent.futures.Executor``. None for that
+            settings (`probelens.running.executors`), or any ``concurrent.futures.Executor``. None for that
             of the enclosing ``executors.using(...)`` block, which is what the command line sets, else "local".
         workers: Cells at once; None for one per core, on a cluster for as many as it allows. 1 with the local
             executor runs in this process.
@@ -96,7 +96,7 @@ def run_grid(
         raise InputError("two cells of the grid have the same config: give each a seed or a name of its own")
     if all(map(store.done, keys)):
         return GridReport(keys, found=keys)
-    given = current() if executor is None else named(executor) if isinstance(executor, str) else executor
+    given = current() if executor is None else spec_of(executor) if isinstance(executor, str) else executor
     with owned(store.folder):
         # Only now: another run may have ended a moment ago.
         report = GridReport(keys, found=[key for key in keys if store.done(key)])

@@ -6,11 +6,12 @@ import dataclasses
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from probelens.errors import InputError, ProbelensError, nearest
+from probelens.errors import InputError, ProbelensError, unknown
 from probelens.results.types import fits, said
+from probelens.running.executors import Spec, spec_of
 
 
 def configure(
@@ -28,13 +29,13 @@ def configure(
     return _make(config, changes | _read(settings, "--set", "setting", _hints(config)))
 
 
-def at_least(config: Any, **minima: int) -> None:
-    """Refuse a config with a number below what a run needs; None is allowed, and every number of a tuple is checked."""
-    for name, least in minima.items():
-        value = getattr(config, name)
-        for one in value if isinstance(value, (tuple, list)) else (value,):
-            if one is not None and one < least:
-                raise InputError(f"{name}={value!r}: it must be at least {least}")
+def named(name: str, settings: Sequence[str] = ()) -> Spec:
+    """An executor from its name and ``key=value`` settings, as a command line has them.
+
+    >>> named("submitit", ["partition=gpu", "time=60"]).time
+    60
+    """
+    return configure(type(spec_of(name)), settings, {})
 
 
 def restore(config: type[Any], saved: Mapping[str, Any]) -> Any:
@@ -69,14 +70,6 @@ def arguments(function: Callable[..., Any], settings: Sequence[str], flag: str =
         plain = type(parameter.default) if isinstance(parameter.default, (bool, int, float)) else str
         known[name] = hints.get(name, plain)
     return _read(settings, flag, "argument", known)
-
-
-def unknown(what: str, name: str, options: Iterable[str]) -> str:
-    """Error message for an unknown name: the nearest names and the allowed ones."""
-    options = list(options)
-    near = nearest(name, options)
-    hint = f"Nearest: {', '.join(near)}. " if near else ""
-    return f"{what} {name!r} not found. {hint}Allowed: {', '.join(options) or 'none'}"
 
 
 def _hints(config: type[Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
 from probelens.hooks.wrapping import wrap
+from probelens.running.workers import remember
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +60,10 @@ def load(
     if not text:
         raise InputError("load() needs a hub id or a folder, got an empty name")
     place = Path(text)
+    again = functools.partial(
+        load, os.path.abspath(text) if os.path.exists(place) else text, adapter=adapter, device=device, dtype=dtype,
+        trust_remote_code=trust_remote_code, strict=strict, task=task, **kw,
+    )  # fmt: skip
     if os.path.exists(place):  # False for a name that is too long, where pathlib raises
         from probelens.models import checkpoint
 
@@ -72,7 +78,7 @@ def load(
                 raise InputError(
                     f"task={task!r}: the folder {str(place)!r} holds a formal model, which has one class only"
                 )
-            return wrap(checkpoint.load(place, device=device), adapter)
+            return remember(wrap(checkpoint.load(place, device=device), adapter), again)
     elif place.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1 or text.endswith("/"):
         raise InputError(
             f"there is no folder {text!r}. Give a folder that holds a model, or a hub id such as 'org/name'"
@@ -82,4 +88,4 @@ def load(
     module, tokenizer = load_pretrained(
         text, device=device, dtype=dtype, trust_remote_code=trust_remote_code, strict=strict, task=task, **kw
     )
-    return wrap(module, adapter, tokenizer=tokenizer)
+    return remember(wrap(module, adapter, tokenizer=tokenizer), again)

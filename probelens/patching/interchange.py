@@ -28,6 +28,7 @@ from probelens.probing.result import read_above
 from probelens.results.sentences import count
 from probelens.running.sweep.conditions import Condition
 from probelens.running.sweep.plan import SweepPlan, plan
+from probelens.running.workers import Executor, takes_executor
 from probelens.subspaces.directions import definition_of, spaces_of
 
 if TYPE_CHECKING:
@@ -193,6 +194,7 @@ def interchange_plan(
     )
 
 
+@takes_executor
 def interchange(
     model: HookedModel,
     pairs: Any,
@@ -211,6 +213,7 @@ def interchange(
     memory: int | None = None,
     seed: int = 0,
     progress: bool = False,
+    executor: Executor = None,
 ) -> InterchangeResult:
     """Put only a subspace's part of the clean run into the corrupted run, and ask whether the answer follows.
 
@@ -248,7 +251,7 @@ def interchange(
         controls: Draws of each random control; None for 20.
         kinds: Which controls beside full swap and complement.
         seed: Of the control draws and the noise.
-        batch_size, memory, progress: As for ``patch``.
+        batch_size, memory, progress, executor: As for ``patch``.
 
     Returns:
         Interchange intervention accuracy (IIA): the share of pairs, of those both runs answer correctly, whose argmax

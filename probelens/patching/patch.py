@@ -14,10 +14,12 @@ from probelens.patching.metric import Metric
 from probelens.patching.pairs import Heads, Mode, Pos
 from probelens.patching.plan import patch_plan
 from probelens.patching.result import PatchResult
+from probelens.running.workers import Executor, takes_executor
 
 __all__ = ["patch"]
 
 
+@takes_executor
 def patch(
     model: HookedModel,
     pairs: Any,
@@ -31,6 +33,7 @@ def patch(
     batch_size: int = 64,
     memory: int | None = None,
     progress: bool = False,
+    executor: Executor = None,
 ) -> PatchResult:
     """Patch each site and position, and measure what that does to the answer.
 
@@ -54,6 +57,7 @@ def patch(
         memory: Bytes that may be held at once, for a sweep that would need too much; None for the usual
             limits. Values stay the same up to rounding. ``patch_plan`` says what is held.
         progress: Show a progress bar.
+        executor: Where the runs go: None for this process, or ``pl.Workers``, "local", "dask", "submitit".
 
     Returns:
         ``values`` (site, pos, example), and ``recovery()`` (site, pos).

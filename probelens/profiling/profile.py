@@ -29,11 +29,13 @@ from probelens.profiling.material import Material, Swapped, material
 from probelens.profiling.result import Profile
 from probelens.running.collect import collect
 from probelens.running.sweep.plan import sweep
+from probelens.running.workers import Executor, takes_executor
 from probelens.tasks.examples import spread_mask
 
 __all__ = ["profile"]
 
 
+@takes_executor
 def profile(
     model: HookedModel,
     task: Any,
@@ -56,6 +58,7 @@ def profile(
     batch_size: int = 64,
     seed: int = 0,
     progress: bool = False,
+    executor: Executor = None,
 ) -> Profile:
     """Probe, ablate, patch and interchange every layer of a model, on a task, a batch or pairs of any inputs.
 
@@ -66,7 +69,7 @@ def profile(
     them, or for the model's outputs, isn't asked, and ``Profile.unasked`` says why.
 
     Args:
-        model, batch_size, progress: As for ``ablate``.
+        model, batch_size, progress, executor: As for ``ablate``.
         task: A task of ``probelens.tasks`` or one of your own; or a ``Batch`` of any inputs, half of whose groups are for
             probes; or {"probe": Batch, "ablate": Batch}; or ``PatchPairs`` with one answer for each side, whose examples are
             probed and ablated where the answer is read.

@@ -7,126 +7,37 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from probelens.errors import InputError, ShapeError, StoreError, UnknownHookError
+from probelens.errors import InputError, ShapeError
 from probelens.hooks.forwards import hooked_by_hand
 from probelens.hooks.inputs import reads_both_ways
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped, resolve
 from probelens.hooks.passes.at import last_real
 from probelens.hooks.points import HookPoint, has_positions
-from probelens.hooks.shorthand import Names, NameTable
+from probelens.hooks.shorthand import Names
 from probelens.hooks.trials import require_repeatable
 from probelens.numerics.tensors import whole_number
 from probelens.results.progress import progress_bar
-from probelens.results.result import Result
+from probelens.running.activations import Activations
 from probelens.running.faster_forwards import faster_forwards
 from probelens.running.inputs import inputs_of
 from probelens.running.shapes import one_row_each, positions_at
-from probelens.running.stream import RECORD, Stream, need_storable
+from probelens.running.stream import Stream, need_storable
 from probelens.running.weights import add_weights
+from probelens.running.workers import Executor, spread, takes_executor
 from probelens.tasks.examples import Examples
 
-__all__ = ["Activations", "collect"]
+__all__ = ["collect"]
 
 
-@dataclass(frozen=True, eq=False)
-class Activations(Result):
-    """Activations of many sequences at several sites.
-
-    Args:
-        tensors: Site name to activations. (example, pos, ...)
-        layers: Site name to its place on the layer axis; −1 is the embedding.
-        pos: The positions kept, counted from the start: those of all examples (pos,), or one of each (example, 1). None
-            where the sites have different numbers of positions.
-        mask: True where a position counts. (example, pos)
-        tokens: The tokens they belong to, at all positions. (example, length)
-        model: Name of the model.
-        aliases: Other names of the sites.
-        copies: Numbers that are equal for examples of equal inputs, which a split must keep together; None where the
-            tokens up to the last labelled position say that, as in causal models. (example,)
-    """
-
-    tensors: dict[str, Tensor]
-    layers: dict[str, int] = field(default_factory=dict)
-    pos: Tensor | None = None
-    mask: Tensor | None = None
-    tokens: Tensor | None = None
-    model: str = ""
-    aliases: dict[str, str] = field(default_factory=dict)
-    copies: Tensor | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """The sites, in the order in which ``resolve`` gives them: several given as a list keep its order."""
-        return list(self.tensors)
-
-    def __len__(self) -> int:
-        return len(next(iter(self.tensors.values()))) if self.tensors else 0
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def __getitem__(self, name: Names) -> Tensor:
-        if isinstance(name, str) and name in self.tensors:
-            return self.tensors[name]
-        try:
-            return self.tensors[NameTable(self.tensors, self.aliases).one(name)]
-        except UnknownHookError as err:
-            listed = ", ".join(map(repr, self.names[:5])) + ", …" * (len(self.names) > 5)
-            raise UnknownHookError(f"{err}. Collected were: {listed}") from None
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read activations back that ``save`` wrote; those that ``collect`` streamed are read by ``collect``.
-
-        Args:
-            path: A file written by ``save``.
-
-        Returns:
-            Equal activations, on the CPU.
-
-        Raises:
-            StoreError: The file is missing, damaged or of another class, or a folder of a stream.
-        """
-        if (Path(path) / RECORD).is_file():
-            raise StoreError(
-                f"{str(path)!r} is a folder that collect streams to, not a file written by save(). Call "
-                f"pl.collect with the same arguments and out={str(path)!r}: a finished stream is read, and nothing runs."
-            )
-        return super().load(path)
-
-    def to_dataframe(self) -> Any:
-        """One row a site: layer, shape, mean, standard deviation and norm of its activations."""
-        import pandas as pd
-
-        rows = []
-        for name, tensor in self.tensors.items():
-            values = tensor.float()
-            if self.mask is not None and self.mask.shape == tensor.shape[:2]:
-                values = values[self.mask]
-            rows.append(
-                {
-                    "site": name, "layer": self.layers.get(name), "shape": "x".join(map(str, tensor.shape)),
-                    "mean": values.mean().item(), "std": values.std().item(),
-                    "norm": values.norm(dim=-1).mean().item(),
-                }
-            )  # fmt: skip
-        return pd.DataFrame(rows)
-
-    def plot(self) -> Any:
-        """Mean norm of the activations by layer."""
-        import plotly.express as px
-
-        return px.line(self.to_dataframe(), x="layer", y="norm", markers=True, hover_name="site")
-
-
+@takes_executor
 def collect(
     model: HookedModel,
     batch: Any,
@@ -138,6 +49,7 @@ def collect(
     dtype: torch.dtype | None = None,
     attention_mask: Tensor | None = None,
     progress: bool = False,
+    executor: Executor = None,
 ) -> Activations:
     """Run a dataset through the model and keep activations.
 
@@ -160,6 +72,7 @@ def collect(
         dtype: Dtype to keep; None for the model's own (float16 halves what a stream writes).
         attention_mask: 1 for real tokens. (example, pos)
         progress: Show a progress bar.
+        executor: Where batches run: None for this process, or ``pl.Workers``, "local", "dask", "submitit".
 
     Returns:
         Activations on the CPU: (example, pos, ...) by site.
@@ -212,28 +125,12 @@ def collect(
     chunks = torch.arange(n).split(batch_size)
     # Positions that the model gave nothing at: a batch of packed sequences has those of its longest.
     given, short = torch.ones(n, lengths[0] if len(lengths) == 1 else 0, dtype=torch.bool), False
-    with (
-        torch.no_grad(),
-        model.undisturbed(),
-        faster_forwards(model, names),
-        store.writing(),
-        progress_bar(n, "sequences", progress) as bar,
-    ):
-        for rows in chunks:
-            if int(rows[-1]) < store.done:
-                bar.update(len(rows))
-                continue
-            _, cache = model.run_with_cache(
-                examples.rows(rows),
-                names,
-                pos_slice=kept.tolist() if sliced and kept is not None else None,
-                device="cpu",
-                dtype=dtype,
-                return_type=None,
-                stop_at_layer=stop,
-                attention_mask=None if attention is None else attention[rows],
-            )
-            found = {p.name: one_row_each(p, cache[p.name], len(rows)) for p in points}
+    reading = _Reading(examples, names, attention, dtype, stop, kept.tolist() if sliced and kept is not None else None)
+    with store.writing(), progress_bar(n, "sequences", progress) as bar, contextlib.ExitStack() as stack:
+        # Only now: another process may have written some meanwhile.
+        todo = [rows for rows in chunks if int(rows[-1]) >= store.done]
+        bar.update(n - sum(map(len, todo)))
+        for rows, found in zip(todo, stack.enter_context(spread(model, reading, todo)), strict=True):
             if not examples.plain and lengths:
                 short |= _lengthened(found, points, lengths[0] if len(lengths) == 1 else 0, given, rows)
             if each and kept is not None:
@@ -258,6 +155,36 @@ def collect(
         {other: name for other, name in {**model.points.paths, **model.points.aliases}.items() if name in names},
         _copies(model, examples, kept, seen),
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Reading:
+    """What is read of each batch: of these examples, at these points, until before block ``stop``."""
+
+    examples: Examples
+    names: list[str]
+    attention: Tensor | None
+    dtype: torch.dtype | None
+    stop: int | None
+    pos: list[int] | None
+
+    @contextlib.contextmanager
+    def inside(self, model: HookedModel) -> Iterator[None]:
+        with torch.no_grad(), model.undisturbed(), faster_forwards(model, self.names):
+            yield
+
+    def __call__(self, model: HookedModel, rows: Tensor) -> dict[str, Tensor]:
+        _, cache = model.run_with_cache(
+            self.examples.rows(rows),
+            self.names,
+            pos_slice=self.pos,
+            device="cpu",
+            dtype=self.dtype,
+            return_type=None,
+            stop_at_layer=self.stop,
+            attention_mask=None if self.attention is None else self.attention[rows],
+        )
+        return {name: one_row_each(model.point(name), cache[name], len(rows)) for name in self.names}
 
 
 def stops_at(model: HookedModel, names: list[str]) -> int | None:

@@ -18,8 +18,10 @@ from grid_cells import mortal, square, trained
 
 import probelens as pl
 from probelens.cli.main import main
-from probelens.experiments import Store, executors, run_grid
-from probelens.experiments.executors import Dask, Local, Submitit, named, using
+from probelens.experiments import Store, run_grid
+from probelens.experiments.settings import named
+from probelens.running import executors
+from probelens.running.executors import Dask, Local, Submitit, using
 
 HERE = Path(grid_cells.__file__).parent
 CELLS: list[dict[str, Any]] = [{"x": 1}, {"x": 2, "fail": True}, {"x": 3, "deaths": 1}, {"x": 4}]

@@ -13,7 +13,7 @@ import probelens as pl
 from probelens.numerics.indices import READABLE, STATISTICS, profile_statistics, verdict
 from probelens.numerics.tensors import class_numbers
 from probelens.probing.splits import split_by_group
-from probelens.running.collect import Activations
+from probelens.running.activations import Activations
 from probelens.tasks.data import Batch
 
 DRAWS = 1000

@@ -7,9 +7,9 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+from probelens.errors import at_least
 from probelens.examples.refit_the_probe.shared.identity import identified
 from probelens.experiments.recipe import settings_of
-from probelens.experiments.settings import at_least
 
 FREE = ("out", "model", "seeds", "workers")
 LABELS = ("depth", "indent")

@@ -6,9 +6,9 @@ import dataclasses
 import itertools
 from typing import Any
 
+from probelens.errors import at_least
 from probelens.examples.refit_the_probe.shared.setup import ARCHS, NAMES, TASKS, TITLES
 from probelens.experiments.recipe import settings_of
-from probelens.experiments.settings import at_least
 
 FREE = ("out", "archs", "tasks", "seeds", "stds", "retrained", "workers")
 

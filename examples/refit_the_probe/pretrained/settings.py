@@ -7,10 +7,10 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+from probelens.errors import at_least
 from probelens.examples.refit_the_probe.shared.identity import identified
 from probelens.examples.refit_the_probe.shared.setup import TITLES
 from probelens.experiments.recipe import settings_of
-from probelens.experiments.settings import at_least
 
 FREE = ("out", "model", "tasks", "seeds", "workers")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from probelens.errors import at_least
 from probelens.experiments.recipe import settings_of
-from probelens.experiments.settings import at_least
 
 FREE = ("out", "archs", "workers")
 NAMES = {"transformer": "GPT-NeoX", "mamba": "Mamba"}

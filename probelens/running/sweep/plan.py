@@ -21,9 +21,11 @@ from probelens.hooks.inputs import mask_for_model
 from probelens.hooks.model import HookedModel
 from probelens.hooks.trials import require_repeatable
 from probelens.numerics.tensors import whole_number
+from probelens.results.sentences import count
 from probelens.running.sweep.conditions import Condition, Intervention, Read
 from probelens.running.sweep.memory import mib
 from probelens.running.sweep.resume import Resume
+from probelens.running.sweep.spreading import run_spread, seconds, spreads, weights
 from probelens.running.sweep.strategy import Full, Skip, Strategy, TrialFailed, Unfit
 from probelens.running.sweep.work import Work, state_of
 from probelens.tasks.examples import Examples
@@ -143,6 +145,21 @@ class SweepPlan:
 
     __repr__ = __str__
 
+    def cost(self, workers: int = 1) -> str:
+        """What the runs take, estimated: time, from that of one forward of up to 4 examples, and memory.
+
+        Args:
+            workers: Processes that share the work, as ``pl.Workers`` counts them.
+
+        Returns:
+            A sentence. The time counts block-positions alone, so a large vocabulary adds to it, and shared cores too.
+        """
+        whole_number("workers", workers)
+        each = weights(self._strategy.work.model) + self.bytes
+        took = seconds(self._strategy) / workers
+        shown = f"{took:.1f} s" if took < 120 else f"{took / 60:.0f} min" if took < 7200 else f"{took / 3600:.1f} h"
+        return f"about {shown} on {count(workers, 'worker')}, {mib(each)} in each, weights included"
+
     def _turned_down(self) -> list[str]:
         if not self.trial:
             return []
@@ -179,6 +196,8 @@ class SweepPlan:
                 memory=work.memory, source_bytes=work.source, always=work.always,
             )  # fmt: skip
         try:
+            if spreads(now._strategy):
+                return SweepResult(*run_spread(now._strategy, now.why, choose, progress, describe))
             return SweepResult(*now._strategy.run_all(progress, describe), now.path, now.why)
         except TrialFailed:
             # Not planned anew: a model that changes whenever it runs would have its failed trial forgotten.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -69,20 +70,22 @@ class Strategy(ABC):
         found = [self.count(rows, i == 0) for i, rows in enumerate(self.batches())]
         return sum(blocks for blocks, _ in found), sum(reads for _, reads in found)
 
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """What is in place while batches are run."""
+        model = self.work.model
+        names = {one.name for condition in self.work.conditions for one in condition.interventions}
+        with torch.no_grad(), model.undisturbed(), faster_forwards(model, names):
+            yield
+
     def run_all(self, progress: bool, describe: str) -> tuple[Tensor, Tensor]:
         """Run all batches.
 
         Returns values (condition, example, ...), and those of the unedited run; TrialFailed if this way gives other numbers.
         """
         work, batches = self.work, self.batches()
-        names = {one.name for condition in work.conditions for one in condition.interventions}
         found: list[tuple[Tensor, list[Tensor]]] = []
-        with (
-            torch.no_grad(),
-            work.model.undisturbed(),
-            faster_forwards(work.model, names),
-            progress_bar(len(batches) * (len(work.conditions) + 1), describe, progress) as bar,
-        ):
+        with self.running(), progress_bar(len(batches) * (len(work.conditions) + 1), describe, progress) as bar:
             for rows in batches:
                 found.append(self.run(rows, bar.update))
         base = torch.cat([part for part, _ in found])

@@ -15,16 +15,15 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from probelens.errors import InputError, ProbelensError, require
-from probelens.experiments.settings import at_least, configure, unknown
+from probelens.errors import InputError, ProbelensError, at_least, require, unknown
 
-__all__ = ["EXECUTORS", "Dask", "Local", "Processes", "Submitit", "current", "named", "opened", "using"]
+__all__ = ["EXECUTORS", "Dask", "Local", "Processes", "Submitit", "current", "opened", "spec_of", "using"]
 
 GRACE = 3.0  # seconds that interrupted processes get to save their state
 RETRIES = 2  # how often a cell runs again after its process died
@@ -100,15 +99,11 @@ EXECUTORS: dict[str, type[Spec]] = {"local": Local, "dask": Dask, "submitit": Su
 _current: contextvars.ContextVar[Spec | None] = contextvars.ContextVar("executor", default=None)
 
 
-def named(name: str, settings: Sequence[str] = ()) -> Spec:
-    """An executor from its name and ``key=value`` settings, as a command line has them.
-
-    >>> named("submitit", ["partition=gpu", "time=60"]).time
-    60
-    """
+def spec_of(name: str) -> Spec:
+    """The executor of a name, with its default settings; InputError for another name."""
     if name not in EXECUTORS:
         raise InputError(unknown("executor", name, EXECUTORS))
-    return configure(EXECUTORS[name], settings, {})
+    return EXECUTORS[name]()
 
 
 def current() -> Spec:
@@ -131,7 +126,7 @@ def using(spec: Spec | str) -> Iterator[None]:
         ...     current()
         Dask(scheduler='tcp://10.0.0.1:8786')
     """
-    token = _current.set(named(spec) if isinstance(spec, str) else spec)
+    token = _current.set(spec_of(spec) if isinstance(spec, str) else spec)
     try:
         yield
     finally:
