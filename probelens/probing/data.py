@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from probelens.errors import InputError, ShapeError
+from probelens.numerics.mapped import Mapped, chunks, require_finite
 from probelens.numerics.tensors import class_numbers, tensor_of
 from probelens.probing.splits import Split, copies_together, real_tokens
 
@@ -210,8 +211,9 @@ def _prepared(site: str, x: Tensor, mask: Tensor, flat: bool) -> Tensor:
     x = x.detach().cpu()
     if x.is_complex():
         raise InputError(f"activations at {site!r} are complex. Give real numbers: torch.view_as_real(x).flatten(-2)")
-    if not bool(torch.isfinite(x[mask]).all()):
-        raise InputError(f"activations at {site!r} have NaN or infinite values where the mask is True")
+    if Mapped.of(x) is None:  # what lies in a file is checked when it is read
+        for rows, part in chunks(x):
+            require_finite(part[mask[rows]], site)
     if flat:
         return x[:, None]
     return x.flatten(2) if x.ndim > 3 else x

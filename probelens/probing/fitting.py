@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from probelens.errors import InputError
+from probelens.numerics.mapped import chunks, gather
 from probelens.probing.directions import Directions
 from probelens.probing.solvers.factor import Factorised
 from probelens.probing.solvers.logistic import LogisticFit, fit_path
@@ -25,34 +26,36 @@ class Fitted:
     """Probes of every label on one site and split, and their guesses on the test sequences."""
 
     fits: dict[str, LogisticFit]
-    guess: dict[str, Tensor]  # class ids guessed on the test sequences, each (n_test, pos)
+    guess: dict[
+        str, Tensor
+    ]  # class ids guessed where labels count in the test sequences, 0 elsewhere, each (n_test, pos)
     mean: Tensor  # of the training rows (d,)
     n_rows: tuple[int, int]  # of training and of validation
-    train: tuple[Factorised, dict[str, Tensor]] | None = None  # the training rows (n, d) and each label there (n,)
+    directions: dict[str, Directions]  # where a label lies in the activations, of the labels asked for
 
     @classmethod
     def of(
         cls, x: Tensor, tasks: Mapping[str, Tensor], mask: Tensor, split: Split, Cs: Sequence[float],
-        tol: float, max_rows: int | None, seed: int,
+        tol: float, max_rows: int | None, seed: int, located: Collection[str] = (), site: str = "",
     ) -> Fitted:  # fmt: skip
-        """Fit every label's path of C on shared features, and keep the best on validation."""
-        train, val = mask[split.train], mask[split.val]
-        x_train = x[split.train][train]
-        rows = _some(len(x_train), max_rows, seed)
-        x_train, x_val, x_test = x_train[rows], x[split.val][val], x[split.test]
-        # float32 can't hold a large offset and the digits after it, so the offset is subtracted in float64 first.
-        offset = torch.zeros(x.shape[-1], dtype=torch.float64)
-        if x.dtype == torch.float64:
-            offset = x_train.mean(0)
-            x_train, x_val, x_test = (part - offset for part in (x_train, x_val, x_test))
-        x_train, x_val, x_test = x_train.float(), x_val.float(), x_test.float()
-        ys = [y[split.train][train][rows] for y in tasks.values()]
-        for name, y in zip(tasks, ys, strict=True):
-            if len(y.unique()) < 2:
+        """Fit every label's path of C on shared features, and keep the best on validation.
+
+        ``located`` are the labels whose directions are wanted. The activations are read once (float64 ones twice), and what
+        is held of them is one float32 copy of the rows that are used.
+        """
+        train, val, _ = sides = _sides(mask, split, max_rows, seed)
+        if not tasks:
+            return cls({}, {}, _mean(x, train).float(), (int(train.sum()), int(val.sum())), {})
+        for name, y in tasks.items():
+            if len(y[train].unique()) < 2:
                 raise InputError(
                     f"labels {name!r} have one class only among the training sequences. Give more sequences."
                 )
-        val_ys = [y[split.val][val] for y in tasks.values()]
+        # float32 can't hold a large offset and the digits after it, so the offset is subtracted in float64 first.
+        offset = _mean(x, train) if x.dtype == torch.float64 else torch.zeros(x.shape[-1], dtype=torch.float64)
+        x_train, x_val, x_test = gather(x, sides, torch.float32, offset.to(x) if bool(offset.any()) else None, site)
+        ys = [y[train] for y in tasks.values()]
+        val_ys = [y[val] for y in tasks.values()]
         counts = [int(y[mask].max()) + 1 for y in tasks.values()]
         scores: list[list[float]] = [[] for _ in ys]
         losses: list[list[float]] = [[] for _ in ys]
@@ -68,16 +71,22 @@ class Fitted:
             return max(score) > blind[which] or min(loss[-_PATIENCE:]) >= min(loss[:-_PATIENCE])
 
         fits: dict[str, LogisticFit] = {}
-        kept: tuple[Factorised, dict[str, Tensor]] | None = None
-        if tasks:
-            shared = Factorised.of(x_train, standardize=True)
-            paths = fit_path(shared, ys, sorted(Cs), n_classes=counts, tol=tol, stop=no_gain)
-            for name, path, score in zip(tasks, paths, scores, strict=True):
-                # On a tie the smaller C: the simpler probe.
-                fits[name] = path[max(range(len(path)), key=lambda i: (score[i], -i))]
-            kept = shared, dict(zip(tasks, ys, strict=True))
+        directions: dict[str, Directions] = {}
+        n_train = len(x_train)
+        # The training rows become the features: nothing else holds them from here on.
+        shared = Factorised.of(x_train, standardize=True, overwrite=True)
+        del x_train
+        paths = fit_path(shared, ys, sorted(Cs), n_classes=counts, tol=tol, stop=no_gain)
+        for name, y, path, score in zip(tasks, ys, paths, scores, strict=True):
+            # On a tie the smaller C: the simpler probe.
+            fits[name] = fit = path[max(range(len(path)), key=lambda i: (score[i], -i))]
+            if name in located:
+                directions[name] = Directions.of(shared, fit.softmax()[0], y)
+        keep = mask[split.test]
         guess = {
-            name: fit.logits(x_test.flatten(0, 1)).argmax(1).unflatten(0, x_test.shape[:2])
+            name: torch.zeros(keep.shape, dtype=torch.long, device=keep.device).masked_scatter(
+                keep, fit.predict(x_test)
+            )
             for name, fit in fits.items()
         }
         if bool(offset.any()):
@@ -85,21 +94,31 @@ class Fitted:
                 name: dataclasses.replace(fit, intercept=fit.intercept - fit.coef @ offset.to(fit.coef))
                 for name, fit in fits.items()
             }
-        mean = x_train.double().mean(0) + offset
-        return cls(fits, guess, mean.float(), (len(x_train), len(x_val)), kept)
-
-    def directions(self, label: str) -> Directions:
-        """Where a label lies in the activations, by every definition."""
-        assert self.train is not None
-        shared, ys = self.train
-        return Directions.of(shared, self.fits[label].softmax()[0], ys[label])
+        mean = shared.mean + offset.to(shared.mean)
+        return cls(fits, guess, mean.float(), (n_train, len(x_val)), directions)
 
 
-def _some(n: int, most: int | None, seed: int) -> Tensor:
-    """All rows in order, or ``most`` of them at random, in order."""
-    if most is None or n <= most:
-        return torch.arange(n)
-    return torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:most].sort().values
+def _sides(mask: Tensor, split: Split, most: int | None, seed: int) -> list[Tensor]:
+    """Where labels count in training, validation and test; of training at most some at random. each (n, pos)"""
+    out = []
+    for rows in (split.train, split.val, split.test):
+        side = torch.zeros_like(mask)
+        side[rows] = mask[rows]
+        out.append(side)
+    where = out[0].flatten().nonzero()[:, 0]
+    if most is not None and len(where) > most:
+        some = torch.randperm(len(where), generator=torch.Generator().manual_seed(seed))[:most]
+        out[0] = torch.zeros_like(mask)
+        out[0].view(-1)[where[some]] = True
+    return out
+
+
+def _mean(x: Tensor, keep: Tensor) -> Tensor:
+    """Of the rows that are kept, in float64. (d,)"""
+    total = torch.zeros(x.shape[-1], dtype=torch.float64)
+    for rows, part in chunks(x):
+        total += part[keep[rows]].sum(0, dtype=torch.float64).cpu()
+    return total / int(keep.sum())
 
 
 def share(right: Tensor) -> float:

@@ -111,10 +111,10 @@ def probe(
             record = Recorder(out, data, split, s, controls, guesses(data, split, w), n_boot)
             tasks = {**data.labels, **{f"{CONTROL}|{k}": controls[k] for k in data.labels if k in controls}}
             for site, x in data.tensors.items():
-                fitted = Fitted.of(x, tasks, data.mask, split, Cs, tol, max_rows, s)
+                fitted = Fitted.of(x, tasks, data.mask, split, Cs, tol, max_rows, s, data.labels, site)
                 base = None
                 if other is not None:
-                    base = Fitted.of(other[site], data.labels, data.mask, split, Cs, tol, max_rows, s)
+                    base = Fitted.of(other[site], data.labels, data.mask, split, Cs, tol, max_rows, s, site=site)
                 out.means[f"{site}|{s}"] = fitted.mean
                 record.site(site, fitted, base)
                 if mdl:
@@ -143,9 +143,9 @@ def _numbers(record: Recorder, site: str, x: Tensor, other: Tensor | None, alpha
     sets = {TASK: data.numbers}
     if record.controls:
         sets[CONTROL] = {label: record.controls[label] for label in data.numbers}
-    fits = dict(zip(sets, fit_values(x, list(sets.values()), data.mask, split, alphas), strict=True))
+    fits = dict(zip(sets, fit_values(x, list(sets.values()), data.mask, split, alphas, site), strict=True))
     if other is not None:
-        (untrained,) = fit_values(other, [data.numbers], data.mask, split, alphas)
+        (untrained,) = fit_values(other, [data.numbers], data.mask, split, alphas, site)
         # Before the control task, as the rows of classes are ordered.
         fits = {TASK: fits.pop(TASK), UNTRAINED: untrained, **fits}
     record.numbers(site, fits)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probelens.numerics.mapped import gather
 from probelens.probing.data import Data
 from probelens.probing.directions import Directions
 from probelens.probing.fitting import Fitted, by_position, share
@@ -39,7 +40,7 @@ class Recorder:
             row = self._row(site, label, TASK, fitted, label, y)
             coef, intercept = fitted.fits[label].softmax()
             self.out.coefs[key(row)], self.out.intercepts[key(row)] = coef.float(), intercept.float()
-            self._keep(row, fitted.directions(label))
+            self._keep(row, fitted.directions[label])
             row.update(self.beside.get(label, {}))
             if base is not None:
                 row["untrained"] = self._row(site, label, UNTRAINED, base, label, y)["accuracy"]
@@ -57,7 +58,7 @@ class Recorder:
         """Online codelength of each class label at one site, over all sequences, sent whole."""
         rows = _whole(self.data, max_rows, self.seed)
         groups = self.data.groups[:, None].expand(rows.shape)[rows]
-        features = x[rows].float()
+        (features,) = gather(x, [rows], torch.float32, site=site)
         for label, y in self.data.labels.items():
             # Both sides know which classes there are.
             k = len(self.data.ids[label])

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from probelens.numerics.mapped import gather
 from probelens.probing.data import Data
 from probelens.probing.directions import Directions
 from probelens.probing.solvers.factor import Factorised
-from probelens.probing.solvers.ridge import ridge_path
+from probelens.probing.solvers.ridge import RidgeFit, ridge_path
 from probelens.probing.splits import Split
 from probelens.tasks.baselines import windows
 
 DEFAULT_ALPHAS = tuple(10.0**k for k in range(-2, 6))
+_ROWS = 4096  # predicted at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,29 +34,47 @@ class ValueFit:
 
 
 def fit_values(
-    x: Tensor, tasks: Sequence[Mapping[str, Tensor]], mask: Tensor, split: Split, alphas: Sequence[float]
+    x: Tensor,
+    tasks: Sequence[Mapping[str, Tensor]],
+    mask: Tensor,
+    split: Split,
+    alphas: Sequence[float],
+    site: str = "",
 ) -> list[dict[str, ValueFit]]:
     """Fit ridge probes of several sets of labels on one site, with one factorisation for all.
 
     ``x`` is (n, pos, d), labels and mask are (n, pos). The penalty is chosen on validation, for standardised features.
     """
     sides = (split.train, split.val, split.test)
-    train, val, test = (x[rows][mask[rows]] for rows in sides)
-    shared = Factorised.of(train, standardize=True, precise=True)
+    train, val, test = gather(x, [_side(mask, rows) for rows in sides], site=site)
+    n_rows = len(train), len(val)
+    shared = Factorised.of(train, standardize=True, precise=True, overwrite=True)
+    del train
     out: list[dict[str, ValueFit]] = []
     for values in tasks:
         truth = [torch.stack([y[rows][mask[rows]].double() for y in values.values()], 1) for rows in sides[:2]]
         fits = ridge_path(shared, truth[0], alphas)
-        errors = torch.stack([(fit.predict(val.double()) - truth[1]).square().mean(0) for fit in fits])
+        errors = torch.stack([(_predict(fit, val) - truth[1]).square().mean(0) for fit in fits])
         found: dict[str, ValueFit] = {}
         for j, (label, best) in enumerate(zip(values, errors.argmin(0).tolist(), strict=True)):
             fit = fits[best]
-            guess = fit.predict(test.double())[:, j]
-            rows = (len(train), len(val))
+            guess = _predict(fit, test)[:, j]
             directions = Directions.of(shared, fit.coef[j][None], truth[0][:, j])
-            found[label] = ValueFit(fit.alpha, fit.coef[j].float(), fit.intercept[j].float(), guess, rows, directions)
+            found[label] = ValueFit(fit.alpha, fit.coef[j].float(), fit.intercept[j].float(), guess, n_rows, directions)
         out.append(found)
     return out
+
+
+def _side(mask: Tensor, rows: Tensor) -> Tensor:
+    """Where labels count among some sequences. (n, pos)"""
+    out = torch.zeros_like(mask)
+    out[rows] = mask[rows]
+    return out
+
+
+def _predict(fit: RidgeFit, x: Tensor) -> Tensor:
+    """Predictions in float64, of a part of the rows at a time. (row, label)"""
+    return torch.cat([fit.predict(part.double()) for part in x.split(_ROWS)])
 
 
 def value_guesses(data: Data, values: Tensor, split: Split, w: int) -> dict[str, float]:

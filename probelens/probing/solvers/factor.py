@@ -47,7 +47,7 @@ class Factorised:
         memo: Tensors that all factorisations of these features share: by name, made of what, and the tensor. each (...)
 
     Units:
-        Memory: one copy of the features, plus d² numbers in float64.
+        Memory: one copy of the features, none with ``overwrite``, plus d² numbers in float64.
 
     Examples:
         >>> x = torch.randn(100, 5, generator=torch.Generator().manual_seed(0))
@@ -66,7 +66,7 @@ class Factorised:
     removed: Tensor | None
     fit_intercept: bool
     precise: bool
-    _source: Tensor
+    _source: Tensor | None  # the features as given; None where they were overwritten
     refactored: bool = False
     memo: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _exact: dict[str, Tensor] = field(default_factory=dict)
@@ -82,6 +82,7 @@ class Factorised:
         standardize: bool = False,
         precise: bool = False,
         dtype: torch.dtype | None = None,
+        overwrite: bool = False,
     ) -> Factorised:
         """Centre and factorise features.
 
@@ -92,6 +93,7 @@ class Factorised:
             standardize: Divide each feature by its standard deviation, so that a penalty treats all equally.
             precise: Sum the Gram matrix in float64 although the products are float32, as ridge regression needs.
             dtype: Of the products: float32 or float64. None: float64 for small float64 features, float32 otherwise.
+            overwrite: Centre and scale X itself, where it has that dtype and is centred: no copy is made, and X is lost.
 
         Returns:
             The factorised features, on the device of X.
@@ -107,7 +109,8 @@ class Factorised:
             small = source.dtype == torch.float64 and source.numel() <= _SMALL
             dtype = torch.float64 if small else torch.float32
         mean = _sum(source, weight) / total
-        x = torch.empty(source.shape, dtype=dtype, device=source.device)
+        overwrite = overwrite and fit_intercept and source.dtype == dtype
+        x = source if overwrite else torch.empty(source.shape, dtype=dtype, device=source.device)
         for rows in _cached(source):
             x[rows] = (source[rows].double() - mean).to(dtype)
         deviation = (_sum(x, weight, squared=True) / total).sqrt()
@@ -120,7 +123,9 @@ class Factorised:
             x /= scale.to(dtype)
         precise = precise or dtype == torch.float64
         values, vectors, gram = _eigen(x, weight, precise)
-        return cls(x, mean, scale, weight, values, vectors, gram, None, fit_intercept, precise, source)
+        return cls(
+            x, mean, scale, weight, values, vectors, gram, None, fit_intercept, precise, None if overwrite else source
+        )
 
     @property
     def n(self) -> int:
@@ -149,7 +154,8 @@ class Factorised:
         if dtype == self.x.dtype:
             return self.x
         if (key := str(dtype)) not in self._exact:
-            self._exact[key] = ((self._source.double() - self.mean) / self.scale).to(dtype)
+            given = self._source
+            self._exact[key] = (self.x if given is None else (given.double() - self.mean) / self.scale).to(dtype)
         return self._exact[key]
 
     def rotation(self) -> Tensor:
