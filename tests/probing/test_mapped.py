@@ -100,7 +100,7 @@ def test_probing_a_stream_takes_little_more_memory_than_one_site(tmp_path: Path)
         pl.probe(mapped, y, Cs=[1e-4])
     if peak.growth is None:
         pytest.skip("the system doesn't tell the peak of memory")
-    assert peak.growth < 1.8 * site  # of 77 MB; six to seven with copies of every step and all sites mapped
+    assert peak.growth < 3 * site  # 1.2 to 1.8 measured; 7.7 with copies of every step and all sites mapped
 
 
 def test_features_made_in_place_are_the_same() -> None:
