@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from probelens.hooks.forwards import submodule, swapped_forward, this_thread
 from probelens.hooks.model import HookedModel
 from probelens.kernels.ssm import is_mamba2, mamba2_mixer, mamba_mixer
-from probelens.kernels.tap import NullTap
+from probelens.kernels.tap import NullTap, masked
 from probelens.running.sweep.resumer import Resumer
 
 # What transformers calls the argument: newer versions first, which take the older name too and ignore it.
@@ -21,6 +21,8 @@ _CACHE = ("cache", "past_key_values")
 
 class KeyValues(Resumer):
     """For transformers' decoders whose every layer keeps the keys and values of all positions."""
+
+    masks = True
 
     @classmethod
     def of(cls, model: HookedModel) -> KeyValues | None:
@@ -54,7 +56,7 @@ class KeyValues(Resumer):
     def tail(self, resid: Tensor, layer: int, pos: int, until: int) -> Tensor:
         past = {} if pos == 0 else self._with(self._before(pos, range(layer, until), len(resid)))
         # The sweep has tried that a run may start here; a trial in the midst of this one would see the kept keys.
-        call = self.model.prepare(resid, start=layer, extra=past)
+        call = self.tail_call(resid, layer, pos, past)
         out: Tensor = self.model.run(call, start=layer, stop=until, resid=resid)
         return out
 
@@ -79,8 +81,11 @@ class KeyValues(Resumer):
 class Recurrent(Resumer):
     """For transformers' Mamba and Mamba-2, on a CPU: the reference mixers begin at kept states.
 
-    States are kept at every ``spacing``-th position, which grows where the budget asks for it.
+    States are kept at every ``spacing``-th position, which grows where the budget asks for it. The mixers are told of
+    padding themselves, whatever the model does with the mask of a part of a sequence.
     """
+
+    masks = True
 
     def __init__(self, model: HookedModel) -> None:
         super().__init__(model)
@@ -113,8 +118,8 @@ class Recurrent(Resumer):
         return one * max(_state_size(m) for m in self.mixers), one * channels
 
     def base(self, tokens: Tensor, names: Iterable[str]) -> tuple[Tensor, Mapping[str, Tensor]]:
-        taps = [_Keep(mixer, self.spacing) for mixer in self.mixers]
-        with self._mixing(lambda i: {"tap": taps[i]}):
+        taps = [_Keep(mixer, self.spacing, self.mask) for mixer in self.mixers]
+        with self._mixing(lambda i: {"tap": taps[i], "attention_mask": self.mask}):
             final, cache = self.forward(tokens, names)
         self.kept = [(tap.inputs, tap.states) for tap in taps]
         return final, cache
@@ -127,12 +132,14 @@ class Recurrent(Resumer):
     def tail(self, resid: Tensor, layer: int, pos: int, until: int) -> Tensor:
         def begin(i: int) -> dict[str, Any]:
             inputs, states = self.kept[i]
+            real = None if self.mask is None else self.mask[:, pos:].repeat(len(resid) // len(self.mask), 1)
             if pos == 0 or i < layer:
-                return {}
+                return {"attention_mask": real}
             conv = inputs[:, pos : pos + self.mixers[i].conv1d.weight.shape[-1] - 1].transpose(1, 2)
             state = states[:, pos // self.spacing - 1]
             copies = len(resid) // len(state)
             return {
+                "attention_mask": real,
                 "conv_state": conv.repeat(copies, 1, 1),
                 "ssm_state": state.repeat(copies, *(1,) * (state.ndim - 1)),
             }
@@ -168,16 +175,18 @@ class _Keep(NullTap):
     inputs: Tensor
     states: Tensor
 
-    def __init__(self, mixer: nn.Module, spacing: int) -> None:
+    def __init__(self, mixer: nn.Module, spacing: int, mask: Tensor | None) -> None:
         self.mixer: Any = mixer
         self.spacing = spacing
+        # Older versions of transformers mask Mamba's branch after it was projected.
+        self.mask = mask if hasattr(mixer, "slow_forward") and not is_mamba2(mixer) else None
 
     def __call__(self, name: str, tensor: Tensor, pos: int | None = None, length: int | None = None) -> Tensor:
         channels, size = self.mixer.conv1d.weight.shape[0], self.mixer.conv1d.weight.shape[-1]
         if name == "hook_in_proj":
             # Mamba: [x, gate]; Mamba-2: [..., x with B and C, dt].
             end = tensor.shape[-1] - self.mixer.A_log.shape[0] if is_mamba2(self.mixer) else channels
-            x = tensor[..., end - channels : end]
+            x = masked(tensor[..., end - channels : end], self.mask)
             self.inputs = nn.functional.pad(x, (0, 0, size - 1, 0))
         elif name == "hook_ssm_state":
             self.states = tensor[:, self.spacing - 1 :: self.spacing].clone()

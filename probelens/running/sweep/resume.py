@@ -14,7 +14,7 @@ from probelens.hooks.trials import agree
 from probelens.running.sweep.jobs import SHORTEST, Job, Load, jobs_of, loads, passes
 from probelens.running.sweep.memory import EDITED, LOGITS, PASSES, WORK, Limits, largest, mib
 from probelens.running.sweep.readout import Readout
-from probelens.running.sweep.resumer import Resumer, distrust, distrusted, resumer_of
+from probelens.running.sweep.resumer import Resumer, distrust, distrusted, padding_of, resumer_of
 from probelens.running.sweep.strategy import Strategy, TrialFailed, Unfit, first_blocks, pick, why_not_skip
 from probelens.running.sweep.work import Work
 
@@ -56,6 +56,12 @@ class Resume(Strategy):
         self.names = self._names()
         self.limits = self._cut()
         self.batch = self.limits.batch
+        # The kind of padding of each batch, by its first example, and of the batches that begin with a trial.
+        self.padding = {int(rows[0]): padding_of(self._mask(rows)) for rows in self.batches()}
+        if distrusted(work.model) & {*self.padding.values()}:
+            raise Unfit("a trial on this model gave other numbers")
+        kinds = {kind: first for first, kind in reversed(self.padding.items())}
+        self.trials = {first for kind, first in kinds.items() if self.resumer.trusted(kind) < self.length}
         self._begins: dict[tuple[int, int], tuple[int, ...]] = {}
         self._loads: dict[tuple[int, tuple[int, ...], int], list[Load]] = {}
 
@@ -131,7 +137,7 @@ class Resume(Strategy):
         batch, length = len(rows), self.length
         whole = self.n * batch * length
         blocks = whole * (1 + len(self.others))
-        blocks += self._tried(batch) if first else 0
+        blocks += self._tried(rows)
         blocks += sum((job.stop - max(job.start, 0)) * length * batch for job in self.jobs if job.at is None)
         planned = self.planned(rows)
         runs = 1 + sum(len(group) for load in planned for group in load.groups)
@@ -140,17 +146,22 @@ class Resume(Strategy):
         return blocks + sum(load.blocks for load in planned), reads * batch
 
     def trial(self) -> int:
-        batch = len(self.batches()[0])
-        tried = self._tried(batch)
-        return tried + self.n * self.length * batch if tried else 0
+        rows = self.batches()[0]
+        tried = self._tried(rows)
+        return tried + self.n * self.length * len(rows) if tried else 0
 
-    def _tried(self, batch: int) -> int:
-        """Block-positions of the trial on so many examples; 0 where resuming was found right before."""
-        if self.resumer.trusted >= self.length:
+    def _tried(self, rows: Tensor) -> int:
+        """Block-positions of a batch's trial; 0 where resuming was found right before."""
+        if int(rows[0]) not in self.trials:
             return 0
         layer = min(job.stop for job in self.jobs)
         again = (self.n - layer) * (self.length - self._floor(self.length // 2))
-        return (self.n * self.length + again) * batch
+        return (self.n * self.length + again) * len(rows)
+
+    def _mask(self, rows: Tensor) -> Tensor | None:
+        """The mask of some examples, on the model's device; None where the model is given none. (batch, pos)"""
+        mask, device = self.work.mask, self.work.model.cfg.device
+        return None if mask is None else mask[rows].to(device)
 
     def planned(self, rows: Tensor) -> list[Load]:
         """The jobs, as many at a time as may be held, with the passes that they take at most."""
@@ -186,20 +197,21 @@ class Resume(Strategy):
     def _resumed(self, rows: Tensor, done: Callable[[int], None]) -> tuple[Tensor, dict[int, Tensor]]:
         """Values of the unedited run and, by index, of the conditions that begin in mid-sequence."""
         work, model = self.work, self.work.model
-        self.resumer.spacing = self.limits.spacing
+        self.resumer.spacing, self.resumer.mask = self.limits.spacing, self._mask(rows)
+        padding = padding_of(self.resumer.mask)
         try:
             final, cache = self.resumer.base(work.examples.main[rows], self.names)
         except Exception as err:
             # Whatever a model's forward has against a cache, the other strategies need none.
-            if self.resumer.trusted:
+            if self.resumer.trusted(padding):
                 raise
-            distrust(model)
+            distrust(model, padding)
             raise TrialFailed from err
         entering = {
             stop: final if stop == self.n else cache[f"blocks.{stop}.hook_resid_pre"]
             for stop in {job.stop for job in self.jobs}
         }
-        self._try(rows, entering, final)
+        self._try(rows, padding, entering, final)
         readout = Readout(model, work.read, rows, self.limits.logits)
         where = None if work.read.pos is None else work.read.pos[rows].to(final.device)
         readout.put(-1, final if where is None else pick(final, where))
@@ -230,18 +242,18 @@ class Resume(Strategy):
                 names[f"blocks.{job.stop}.hook_resid_pre"] = None
         return list(names)
 
-    def _try(self, rows: Tensor, entering: Mapping[int, Tensor], final: Tensor) -> None:
+    def _try(self, rows: Tensor, padding: str, entering: Mapping[int, Tensor], final: Tensor) -> None:
         """Raise TrialFailed if the kept run, or a run from its middle, gives other numbers than the model's own forward.
 
-        Tried on these very inputs, once for the longest sequence so far.
+        Tried on these very inputs, once for each kind of padding and the longest sequence so far.
         """
         length, layer, model = final.shape[1], min(entering), self.work.model
-        if self.resumer.trusted >= length:
+        if self.resumer.trusted(padding) >= length:
             return
         pos = self.resumer.floor(length // 2)
         reason: Exception | None = None
         try:
-            own = model(self.work.examples.main[rows], stop_at_layer=self.n)
+            own = model(self.work.examples.main[rows], stop_at_layer=self.n, attention_mask=self.resumer.mask)
             right = agree(final, own, bits=6, half=False)
             if right and layer < self.n:
                 again = self.resumer.tail(entering[layer][:, pos:].clone(), layer, pos, self.n)
@@ -249,15 +261,17 @@ class Resume(Strategy):
         except Exception as err:
             right, reason = False, err
         if not right:
-            distrust(model)
+            distrust(model, padding)
             raise TrialFailed from reason
-        self.resumer.trusted = length
+        self.resumer.trust(length, padding)
 
     def _edited(self, job: Job, rows: Tensor, plain: Tensor, cache: Mapping[str, Tensor]) -> Tensor:
         """The residual entering block ``job.stop`` under the job's edits. (example, pos, d_model)"""
         if job.at is not None and (job.at.endswith("pre") or torch.equal(cache[job.at], plain)):
-            tensor = plain.clone()
+            tensor, mask = plain.clone(), self.resumer.mask
             point = self.work.model.point(job.at)
+            if mask is not None:
+                point = point.during(real=mask)
             for edit in job.interventions:
                 tensor = Entry(point, edit.edit_for(rows)).forward(tensor, point)
             return tensor
@@ -267,7 +281,9 @@ class Resume(Strategy):
         start = job.start if job.start > 0 and entered in cache else None
         inputs = self.work.examples.main[rows] if start is None else cache[entered]
         with self.resumer.running():
-            out: Tensor = self.work.model.run_with_hooks(inputs, hooks, start_at_layer=start, stop_at_layer=job.stop)
+            out: Tensor = self.work.model.run_with_hooks(
+                inputs, hooks, start_at_layer=start, stop_at_layer=job.stop, attention_mask=self.resumer.mask
+            )
         return out
 
     def _finish(
@@ -315,8 +331,6 @@ def _resumable(work: Work) -> tuple[Resumer, list[Job]]:
         raise Unfit(why)
     if work.always:
         raise Unfit("an edit that is in place in every run")
-    if work.mask is not None:
-        raise Unfit("attention mask given")
     if not work.conditions:
         raise Unfit("no conditions")
     if not work.examples.plain:
@@ -332,11 +346,9 @@ def _resumable(work: Work) -> tuple[Resumer, list[Job]]:
         raise Unfit("hooks on the model's modules")
     resumer = resumer_of(model)
     if resumer is None:
-        raise Unfit(
-            "a trial on this model gave other numbers"
-            if distrusted(model)
-            else "the adapter can't resume this model in mid-sequence"
-        )
+        raise Unfit("the adapter can't resume this model in mid-sequence")
+    if work.mask is not None and not resumer.masks:
+        raise Unfit("padding, of which the adapter's runs from mid-sequence know nothing")
     jobs = jobs_of(model, work.conditions)
     # One condition or two don't pay for trying whether resuming is right.
     if len(jobs) <= 2:

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor
 
 from probelens.errors import InputError
+from probelens.hooks.inputs import has_gap, positions_for_padding
 from probelens.hooks.trials import recall, remember
 
 if TYPE_CHECKING:
+    from probelens.hooks.config import Call
     from probelens.hooks.model import HookedModel
 
-# Answered with the longest sequence on which resumed runs were seen to be right, or with _WRONG.
+# Answered, for each kind of padding, with the longest sequence on which resumed runs were seen to be right, or with _WRONG.
 _QUESTION, _WRONG = "resume", -1
 
 
@@ -28,21 +30,27 @@ class Resumer(ABC):
 
     # Bytes that may be kept of a batch where the caller names no budget.
     BUDGET: ClassVar[int] = 1 << 30
+    # Whether ``base`` and ``tail`` treat the ``mask`` as a whole run does. Where they don't, padded inputs aren't resumed.
+    masks: ClassVar[bool] = False
     # Positions from one kept state to the next. A sweep sets it before it runs.
     spacing = 1
+    # 1 for real tokens, in the batch that runs; None where the model is given no mask. A sweep sets it before ``base``.
+    mask: Tensor | None = None
 
     def __init__(self, model: HookedModel) -> None:
         self.model = model
         self.n = model.cfg.n_layers
 
-    @property
-    def trusted(self) -> int:
-        """The longest sequence on which a run from the middle was seen to equal a whole one, of the model as it is."""
-        return max(0, recall(self.model, self.model.module, _QUESTION) or 0)
+    def trusted(self, padding: str = "") -> int:
+        """The longest sequence on which a run from the middle was seen to equal a whole one, of the model as it is.
 
-    @trusted.setter
-    def trusted(self, length: int) -> None:
-        remember(self.model, self.model.module, _QUESTION, length)
+        ``padding`` is the kind of it, as ``padding_of`` says: each is tried by itself.
+        """
+        return max(0, _answers(self.model).get(padding, 0))
+
+    def trust(self, length: int, padding: str = "") -> None:
+        """Remember that a run of so many positions was right."""
+        _answer(self.model, padding, length)
 
     @abstractmethod
     def holds(self, batch: int, length: int, spacing: int = 1) -> int:
@@ -69,9 +77,34 @@ class Resumer(ABC):
 
     def forward(self, tokens: Tensor, names: Iterable[str], **arguments: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The residual after the last block, and what the named points saw; edits within block 0 need none."""
+        if self.mask is not None:
+            arguments |= {"attention_mask": self.mask, **self._positions(tokens)}
         if wanted := list(names):
             return self.model.run_with_cache(tokens, wanted, stop_at_layer=self.n, **arguments)
         return self.model(tokens, stop_at_layer=self.n, **arguments), {}
+
+    def _positions(self, tokens: Tensor) -> dict[str, Tensor]:
+        """The ``position_ids`` that a whole run of padded tokens is given, if any; kept for ``tail_call``."""
+        given = positions_for_padding(self.model, self.mask, {}, tokens)
+        self._counted: Tensor | None = given.get("position_ids")
+        return given
+
+    def tail_call(self, resid: Tensor, layer: int, pos: int, extra: Mapping[str, Any]) -> Call:
+        """The call of ``tail``, which is given the padding of the positions before, too.
+
+        Args:
+            resid: What enters block ``layer``. (condition · example, pos from ``pos`` on, d_model)
+            layer: Block.
+            pos: Position.
+            extra: Keywords for the module's forward.
+        """
+        if self.mask is None:
+            return self.model.prepare(resid, start=layer, extra=extra)
+        copies = len(resid) // len(self.mask)
+        if self._counted is not None:
+            extra = {**extra, "position_ids": self._counted[:, pos:].repeat(copies, 1)}
+        # What the model does with a mask was tried when ``base`` ran.
+        return self.model.adapter.resid_call(resid, self.mask.repeat(copies, 1), dict(extra))
 
     def floor(self, pos: int) -> int:
         """The last position up to ``pos`` at which a run can begin."""
@@ -97,8 +130,8 @@ class Resumer(ABC):
 
 
 def resumer_of(model: HookedModel) -> Resumer | None:
-    """The model's resumer; None where there is none, or runs from the middle were found to give other numbers."""
-    found = None if distrusted(model) else model.adapter.resumer(model)
+    """The model's resumer; None where there is none."""
+    found = model.adapter.resumer(model)
     if found is not None and not isinstance(found, Resumer):
         raise InputError(
             f"{type(model.adapter).__name__}.resumer() gave a {type(found).__name__}. It must give a "
@@ -107,11 +140,28 @@ def resumer_of(model: HookedModel) -> Resumer | None:
     return found
 
 
-def distrust(model: HookedModel) -> None:
-    """Don't resume runs of this model again, as it is."""
-    remember(model, model.module, _QUESTION, _WRONG)
+def padding_of(mask: Tensor | None) -> str:
+    """What kind of padding a batch has, in words; "" where the model is given no mask. Mask (example, pos)."""
+    if mask is None:
+        return ""
+    kind = "none" if bool(mask.all()) else "before real tokens" if has_gap(mask) else "on the right"
+    # Some models skip the mask for a batch of one.
+    return f"{kind}, of one example" if len(mask) == 1 else kind
 
 
-def distrusted(model: HookedModel) -> bool:
-    """Whether runs from the middle were found to give other numbers on this model, as it is."""
-    return recall(model, model.module, _QUESTION) == _WRONG
+def distrust(model: HookedModel, padding: str = "") -> None:
+    """Don't resume runs of this model with such padding again, as it is."""
+    _answer(model, padding, _WRONG)
+
+
+def distrusted(model: HookedModel) -> frozenset[str]:
+    """The kinds of padding with which runs from the middle were found to give other numbers on this model, as it is."""
+    return frozenset(padding for padding, length in _answers(model).items() if length == _WRONG)
+
+
+def _answers(model: HookedModel) -> dict[str, int]:
+    return recall(model, model.module, _QUESTION) or {}
+
+
+def _answer(model: HookedModel, padding: str, length: int) -> None:
+    remember(model, model.module, _QUESTION, {**_answers(model), padding: length})
