@@ -103,11 +103,6 @@ class Workers:
 
         Raises:
             InputError: ``load`` is None and the model wasn't made by ``pl.load``, or it has hooks.
-
-        Examples:
-            >>> with Workers("org/model", workers=2).open(model):  # doctest: +SKIP
-            ...     patched = pl.patch(model, pairs)
-            ...     ablated = pl.ablate(model, batch, subspaces)
         """
         with opened_for(model, self):
             yield
@@ -193,17 +188,17 @@ def opened_for(model: HookedModel, executor: Workers | Spec | concurrent.futures
 
 
 def workers_here(model: HookedModel) -> int:
-    """How many workers run what is spread now; 1 for the caller's process alone."""
+    """How many workers run what is spread now; 0 for the caller's process."""
     pool = _open.get()
     # Hooks that a primitive has set meanwhile are in the caller's process alone.
-    return pool.settings.count if pool is not None and pool.model is model and not model.has_hooks() else 1
+    return pool.settings.count if pool is not None and pool.model is model and not model.has_hooks() else 0
 
 
 @contextlib.contextmanager
 def spread(model: HookedModel, task: Task, items: Sequence[Any]) -> Iterator[Iterator[Any]]:
     """What a task gives for each item, in order: from the workers that are open, or from here one by one."""
     pool = _open.get()
-    if pool is None or workers_here(model) == 1 or len(items) < 2:
+    if pool is None or not workers_here(model):
         with task.inside(model):
             yield (task(model, item) for item in items)
         return

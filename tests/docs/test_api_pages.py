@@ -39,8 +39,8 @@ def test_the_overview_has_what_users_call_each_name_and_a_line_about_it() -> Non
 
 
 def test_a_module_shows_functions_before_classes_and_only_what_is_public() -> None:
-    assert api_pages.members("probelens.running.collect")[0] == "collect"
-    assert api_pages.members("probelens.running.collect")[-1] == "Activations"
+    assert api_pages.members("probelens.patching.plan")[0] == "patch_plan"
+    assert api_pages.members("probelens.patching.plan")[-1] == "PatchPlan"
     text = api_pages.filled("patching")
     assert text.count("::: probelens.patching.patch\n") == 1, "named on the page, so not again for the room"
     assert "::: probelens.patching.plan\n" in text, "named by probelens alone"

@@ -26,6 +26,7 @@ import probelens as pl
 READ = {
     ("CONTRIBUTING.md", "text"): "test_the_picture_of_the_rooms_shows_their_order",
     ("docs/concepts.md", "text"): "test_the_formula_of_recovery_is_that_of_the_metric",
+    ("docs/how-to.md", "text"): "test_the_calls_over_workers_run",
     ("docs/faq.md", "bibtex"): "test_the_citation_is_that_of_the_citation_file",
     ("docs/write-an-adapter.md", "toml"): "test_the_entry_point_of_the_page_has_the_form_of_ours",
 }
@@ -120,6 +121,32 @@ def _tensor(value: float) -> Any:
     import torch
 
     return torch.tensor(value)
+
+
+def test_the_calls_over_workers_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the model replaced by a tiny one, and each cluster by an executor of this process."""
+    import contextlib
+
+    import zoo
+    from here import Here
+
+    from probelens.running import workers
+
+    def load(*_: Any) -> pl.HookedModel:
+        return workers.remember(pl.wrap(zoo.build("neox")), load)
+
+    monkeypatch.setattr(pl, "load", load)
+    monkeypatch.setattr(workers, "opened", lambda *_: contextlib.nullcontext(Here()))
+    tokens = zoo.tokens(4)
+    pairs = pl.PatchPairs(tokens, tokens.flip(0), read_pos="last", answers=[[1, 2]] * 4)
+    batch = pl.Batch(tokens, {"odd": tokens % 2})
+    spaces = {"blocks.0.hook_resid_post": pl.Subspace(_tensor(1.0).new_ones(1, 16) / 4, _tensor(0.0).new_zeros(16))}
+    (block,) = [b for b in inventory.blocks("docs/how-to.md") if b.kind == "text"]
+    names: dict[str, Any] = {"pl": pl, "pairs": pairs, "batch": batch, "subspaces": spaces, "__name__": "__main__"}
+    exec(block.text, names)
+    assert names["patched"].values.shape == (3, 7, 4)
+    assert len(names["acts"].names) == 4
+    assert len(names["ablated"].to_dataframe())
 
 
 def test_the_citation_is_that_of_the_citation_file() -> None:

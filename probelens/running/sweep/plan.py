@@ -25,9 +25,10 @@ from probelens.results.sentences import count
 from probelens.running.sweep.conditions import Condition, Intervention, Read
 from probelens.running.sweep.memory import mib
 from probelens.running.sweep.resume import Resume
-from probelens.running.sweep.spreading import run_spread, seconds, spreads, weights
+from probelens.running.sweep.spreading import run_spread, seconds, weights
 from probelens.running.sweep.strategy import Full, Skip, Strategy, TrialFailed, Unfit
 from probelens.running.sweep.work import Work, state_of
+from probelens.running.workers import workers_here
 from probelens.tasks.examples import Examples
 
 __all__ = ["SweepPlan", "SweepResult", "choose", "plan", "sweep"]
@@ -196,7 +197,7 @@ class SweepPlan:
                 memory=work.memory, source_bytes=work.source, always=work.always,
             )  # fmt: skip
         try:
-            if spreads(now._strategy):
+            if workers_here(now._strategy.work.model):
                 return SweepResult(*run_spread(now._strategy, now.why, choose, progress, describe))
             return SweepResult(*now._strategy.run_all(progress, describe), now.path, now.why)
         except TrialFailed:

@@ -61,11 +61,6 @@ class _Part:
             return self(model, item)
 
 
-def spreads(strategy: Strategy) -> bool:
-    """Whether workers are open for the model, and there is more than one part to run."""
-    return workers_here(strategy.work.model) > 1 and len(_items(strategy)) > 1
-
-
 def run_spread(
     strategy: Strategy, why: str, choose: Choose, progress: bool, describe: str
 ) -> tuple[Tensor, Tensor, str, str]:
