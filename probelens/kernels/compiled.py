@@ -7,7 +7,9 @@ keeps only that piece's states. numba comes with the extra ``probelens[fast]``; 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -146,13 +148,34 @@ def kernels() -> ModuleType | None:
     if getattr(numba.config, "DISABLE_JIT", False):
         return None
     try:
-        from probelens.kernels import loops
+        with _said():
+            from probelens.kernels import loops
 
-        _try(loops)
+            _try(loops)
     except Exception as err:  # a damaged cache of compiled code, say
         _warn(err)
         return None
     return loops
+
+
+@contextlib.contextmanager
+def _said() -> Iterator[None]:
+    """Say on stderr what takes so long, once, where the loops are compiled and not merely loaded."""
+    from numba.core import event
+
+    class Listener(event.Listener):
+        said = False
+
+        def on_start(self, event: object) -> None:
+            if not self.said:
+                self.said = True
+                sys.stderr.write("probelens: compiling Mamba's loops with numba, some seconds, once per installation\n")
+
+        def on_end(self, event: object) -> None:
+            pass
+
+    with event.install_listener("numba:compile", Listener()):
+        yield
 
 
 def _warn(err: Exception) -> None:

@@ -255,6 +255,21 @@ class TestKernels:
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         assert out.split() == ["0"] * 5
 
+    def test_compiling_is_said_once_and_loading_is_not(
+        self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        import numba
+
+        def compile_two(loops: object) -> None:
+            for add in (1, 2):
+                numba.njit(lambda x, add=add: x + add)(1)
+
+        assert compiled.kernels() is not None
+        for run, said in ((compiled._try, 0), (compile_two, 1)):
+            monkeypatch.setattr(compiled, "_try", run)
+            assert self.found() is not None
+            assert capfd.readouterr().err.count("compiling Mamba's loops") == said
+
     def test_none_where_compiling_is_switched_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import numba
 
