@@ -73,9 +73,9 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def _cases() -> dict[str, Case]:
-    from probelens.bench import mamba, probing, running, sweeps
+    from probelens.bench.rows import CASES
 
-    return {c.name: c for c in (*sweeps.CASES, *probing.CASES, *mamba.CASES, *running.CASES)}
+    return {case.name: case for case in CASES}
 
 
 def _list(cases: list[Case], as_json: bool) -> int:

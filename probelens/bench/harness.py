@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -58,7 +59,9 @@ class Case:
 
     name: str  # for --only
     what: str
-    build: Callable[[str, str], Work]  # from a size ("quick", "medium", "full") and a device
+    build: (
+        str | Callable[[str, str], Work]
+    )  # from a size ("quick", "medium", "full") and a device; "module:function" here
     aims: dict[str, float]
     needs: tuple[str, ...] = ()  # peers without which nothing is left to compare with
     takes: tuple[str, ...] = ()  # peers that build leaves out where they aren't installed
@@ -68,6 +71,14 @@ class Case:
         left = [(peer, f"{self.name} is left out") for peer in self.needs if not installed(peer)]
         left = left or [(p, f"{self.name} runs without its contender {p!r}") for p in self.takes if not installed(p)]
         return [f"{said}: {PEERS[peer][1]}" for peer, said in left]
+
+    def work(self, size: str, device: str) -> Work:
+        """What is run and compared, whose module is loaded now."""
+        if not isinstance(self.build, str):
+            return self.build(size, device)
+        module, _, function = self.build.partition(":")
+        found: Work = getattr(importlib.import_module(f"probelens.bench.{module}"), function)(size, device)
+        return found
 
     def runs_here(self) -> bool:
         """Whether every peer that it needs is installed."""
@@ -82,7 +93,7 @@ def cpu_seconds() -> float:
 
 def measure(case: Case, size: str, repeats: int, device: str = "cpu") -> dict[str, Any]:
     """Run a row: one run of each to warm up and to compare, then ``repeats`` rounds of all in turn."""
-    work = case.build(size, device)
+    work = case.work(size, device)
     results = {name: run() for name, run in work.runs.items()}
     differences = {key: float(value) for key, value in work.compare(results).items()}
     facts = {**work.facts, **work.describe(results)}

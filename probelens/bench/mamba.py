@@ -11,9 +11,8 @@ from torch import Tensor
 
 import probelens as pl
 from probelens.bench import shapes
-from probelens.bench.harness import MAMBAPY, OURS, TL, Case, PeakMemory, Work, installed, worst
-
-DEFAULT = "transformers"
+from probelens.bench.harness import MAMBAPY, OURS, TL, PeakMemory, Work, installed, worst
+from probelens.bench.rows import DEFAULT
 
 
 def train_step(size: str, device: str) -> Work:
@@ -120,11 +119,3 @@ def states(size: str, device: str) -> Work:
         return gflop, trajectory / 1e9, what
 
     return Work(runs, compare, dict.fromkeys(runs, 1e-4), share, note, describe=memory, least=least)
-
-
-STEP_AIMS = {DEFAULT: 33.0, MAMBAPY: 12.0}
-STATE_AIMS = {TL + " eager_scan": 5.0, TL + " compute_ssm_state": 200.0}
-CASES = [
-    Case("mamba-step", "Mamba forward and backward, whole model", train_step, STEP_AIMS, takes=(MAMBAPY,)),
-    Case("ssm-states", "reading every SSM state", states, STATE_AIMS, needs=(TL,)),
-]

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import probelens as pl
 from probelens.bench import shapes
-from probelens.bench.harness import OURS, Case, Work
+from probelens.bench.harness import OURS, Work
+from probelens.bench.rows import SKLEARN
 
-SKLEARN = "scikit-learn"
 GAP = 1e-3  # of the objective: where both stop
 TOLERANCES = (1e-4, 1e-5, 1e-6, 1e-7)
 CS = tuple(10.0**k for k in range(-4, 4))
@@ -167,9 +167,3 @@ def inlp(size: str, device: str) -> Work:
         describe=lambda results: {"products with the features": passes(results), "fits": float(len(results[OURS]))},
         least=least,
     )  # fmt: skip
-
-
-CASES = [
-    Case("probes", "layerwise probes, label sets × C, power-law features", probes, {SKLEARN: 8.0}),
-    Case("inlp", "INLP, one direction a step, refitted each time", inlp, {SKLEARN: 8.0}),
-]

@@ -15,9 +15,8 @@ from torch import Tensor
 
 import probelens as pl
 from probelens.bench import shapes
-from probelens.bench.harness import NNSIGHT, OURS, TL, Case, PeakMemory, Work, cpu_seconds, installed, worst
-
-RAW = "raw forward"
+from probelens.bench.harness import NNSIGHT, OURS, TL, PeakMemory, Work, cpu_seconds, installed, worst
+from probelens.bench.rows import RAW
 
 
 def cache_work(layers: int, width: int, heads: int, batch: int, length: int, times: int, device: str) -> Work:
@@ -137,12 +136,3 @@ def importing(size: str, device: str) -> Work:
 
     ours = run("import torch, probelens")
     return Work({OURS: ours, "import torch": run("import torch")}, lambda results: {}, {})
-
-
-BOTH = (TL, NNSIGHT)
-CASES = [
-    Case("cache", "run_with_cache, all resid_post, 6 layers d 512", cache_large, {RAW: -1.05}, takes=BOTH),
-    Case("cache-small", "run_with_cache, all resid_post, 24 layers d 64, 1 × 8", cache_small, {RAW: -1.25}, takes=BOTH),
-    Case("collect", "collecting 6 layers × d 512 in float16 to disk", collecting, {RAW: -1.15}),
-    Case("import", "import probelens (after torch)", importing, {}),
-]

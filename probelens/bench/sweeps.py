@@ -12,7 +12,7 @@ from torch import Tensor
 
 import probelens as pl
 from probelens.bench import shapes
-from probelens.bench.harness import OURS, TL, Case, Work, worst
+from probelens.bench.harness import OURS, TL, Work, worst
 
 
 def pairs_of(vocab: int, n: int, length: int) -> pl.PatchPairs:
@@ -241,11 +241,3 @@ def _project(space: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, A
     if args:
         return (space.project_out(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": space.project_out(kwargs["hidden_states"])}
-
-
-CASES = [
-    Case("patch-neox", "patching sweep, resid_pre, layer × position, Pythia-160M shape, 4 pairs × 32", patch_neox, {TL: 5.0}, needs=(TL,)),
-    Case("patch-mamba", "the same, Mamba-130M shape", patch_mamba, {TL: 5.0}, needs=(TL,)),
-    Case("ablation", "subspace ablation at every layer with random controls, 6 layers d 512", ablation, {"plain hooks": 0.9 * 12 / 7}),
-    Case("interchange", "interchange at every layer and position with random controls, 4 layers", interchange, {"plain hooks": 2.0}),
-]  # fmt: skip

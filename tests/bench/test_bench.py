@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from probelens.bench import growth, harness, table
+from probelens.bench import growth, harness, rows, table
 from probelens.bench.table import markdown
 from probelens.cli.main import main
 
@@ -48,7 +48,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, difference: float) -> None:
         return harness.Work(runs, lambda results: {"gap": difference}, {"gap": 1.0})
 
     case = harness.Case("planted", "nothing", build, {})
-    monkeypatch.setattr("probelens.bench.running.CASES", [case])
+    monkeypatch.setattr("probelens.bench.rows.CASES", [*rows.CASES, case])
 
 
 def test_the_rows_are_listed_in_words_and_as_json(run: Any) -> None:

@@ -665,7 +665,7 @@ def test_a_setting_that_no_run_could_use_is_refused_before_the_folder_is_taken(
 def test_help_and_the_list_of_recipes_load_no_torch() -> None:
     code = (
         "import sys; from probelens.cli.main import main\n"
-        "for words in (['--help'], ['report', '--help'], ['run', '--help'], ['hooks', '--help'], ['list']):\n"
+        "for words in (['--help'], ['report', '--help'], ['run', '--help'], ['hooks', '--help'], ['list'], ['bench', '--list']):\n"
         "    try: main(words)\n"
         "    except SystemExit: pass\n"
         "print(sorted({'torch', 'numpy', 'pandas', 'sklearn'} & set(sys.modules)), file=sys.stderr)"
