@@ -43,6 +43,7 @@ from probelens.probing.refit import position_probes
 
 usual, here = functools.partial(Bar, "usual"), functools.partial(Bar, "here")
 BITS = {"y": 1, "a": 1, "z": 2, "b": 2}  # of a token's id
+BATCH = 1024  # these models are tiny: larger batches take less time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +75,14 @@ def measure(made: World, label: str, target: str = "y", other: Callable[[Tensor]
     probes = pl.probe({SITE: made.acts(made.fit)}, {label: made.fit.labels[label]}, made.fit.groups)
     cut = {
         name: pl.ablate(
-            made.model, made.held, probes, label=label, target=target, directions=name, mlp=name != "filter"
+            made.model,
+            made.held,
+            probes,
+            label=label,
+            target=target,
+            directions=name,
+            mlp=name != "filter",
+            batch_size=BATCH,
         ).targets()[0]
         for name in ("filter", "class_means")
     }
@@ -85,14 +93,18 @@ def measure(made: World, label: str, target: str = "y", other: Callable[[Tensor]
 
 def erased(made: World, label: str, target: str, given: str | None = None) -> dict[str, Any]:
     """The target's row of an erasure by LEACE."""
-    return erase(made.model, made.fit, made.held, label=label, target=target, given=given, sites=SITE).rows[0]
+    return erase(
+        made.model, made.fit, made.held, label=label, target=target, given=given, sites=SITE, batch_size=BATCH
+    ).rows[0]
 
 
 def swapped(
     model: pl.HookedModel, pairs: pl.PatchPairs, subspaces: Any, site: str = SITE, pos: int | None = None
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """An interchange where the pairs are read: the target's row, and the mean IIA by condition."""
-    found = pl.interchange(model, pairs, subspaces, site, pos=int(pairs.read_pos[0]) if pos is None else pos)
+    found = pl.interchange(
+        model, pairs, subspaces, site, pos=int(pairs.read_pos[0]) if pos is None else pos, batch_size=BATCH
+    )
     by_condition: dict[str, list[float]] = {}
     for row in found.rows:
         by_condition.setdefault(row["condition"], []).append(row["iia"])
@@ -258,7 +270,7 @@ def case_flipping() -> Case:
     # The direction in which the classes differ at each position, whatever its sign.
     steps_at = [x[:, t][y[:, t] == 1].mean(0) - x[:, t][y[:, t] == 0].mean(0) for t in range(x.shape[1])]
     line = pl.subspaces.from_probe(torch.stack(steps_at), x.mean((0, 1)), rank=1)
-    cut = pl.ablate(made.model, made.held, {SITE: line}, label="y").targets()[0]
+    cut = pl.ablate(made.model, made.held, {SITE: line}, label="y", batch_size=BATCH).targets()[0]
     swap, iia = swapped(made.model, made.pairs(lambda tokens: tokens ^ BITS["y"]), {SITE: line})
     naive = (
         f"linear probe over all positions reads y: {row['probe_accuracy']:.2f}, MLP {row['refit_mlp_accuracy']:.2f} "

@@ -48,7 +48,8 @@ def association(a: Tensor, b: Tensor, mask: Tensor, *, draws: int = _DRAWS, seed
         raise ShapeError(
             f"labels and mask must be of one shape (n, pos), got {tuple(a.shape)}, {tuple(b.shape)}, {tuple(mask.shape)}"
         )
-    a, b, mask = a.cpu(), b.cpu(), mask.cpu()
+    mask = mask.cpu()
+    a, b = (label.cpu().unique(return_inverse=True)[1] for label in (a, b))
     if not bool(mask.any()):
         return 0.0
     rng = torch.Generator().manual_seed(seed)
@@ -84,10 +85,11 @@ def strata_of(labels: Sequence[Tensor]) -> Tensor:
 
 def _mutual(a: Tensor, b: Tensor) -> float:
     """In nats."""
-    return _entropy(a) + _entropy(b) - _entropy(torch.stack([a.long(), b.long()], -1))
+    return _entropy(a) + _entropy(b) - _entropy(a * (b.max() + 1) + b)
 
 
 def _entropy(ids: Tensor) -> float:
-    """In nats, of class ids (n,) or of rows of them (n, k)."""
-    _, counts = ids.unique(dim=0, return_counts=True)
+    """In nats, of numbers from 0 on. (n,)"""
+    few = int(ids.max()) < 16 * len(ids)  # so that counting needs no sorting, and little memory
+    counts = ids.bincount() if few else ids.unique(return_counts=True)[1]
     return float(torch.special.entr(counts.double() / len(ids)).sum())

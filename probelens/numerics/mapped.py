@@ -14,7 +14,7 @@ from probelens.errors import InputError
 
 __all__ = ["Mapped", "chunks", "gather", "require_finite"]
 
-_SMAPS = "/proc/self/smaps"
+_MAPS, _SMAPS = "/proc/self/maps", "/proc/self/smaps"
 _BYTES = 2**22  # of activations read at once
 _DONTNEED = getattr(mmap, "MADV_DONTNEED", 4)
 
@@ -46,6 +46,10 @@ class Mapped:
         if x.device.type != "cpu" or not x.numel():
             return None
         try:
+            # The short list first: for the long one the system walks through all pages of the process.
+            with open(_MAPS) as file:
+                if not any(_heading(line, x.data_ptr()) for line in file):
+                    return None
             with open(_SMAPS) as file:
                 return _find(file.read().splitlines(), x.data_ptr())
         except OSError:
@@ -65,15 +69,22 @@ class Mapped:
             advise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _DONTNEED)
 
 
+def _heading(line: str, address: int) -> tuple[int, int] | None:
+    """The file mapping of a line "start-stop rights offset device inode path", if the address lies in it."""
+    head, _, rest = line.partition(" ")
+    start, _, stop = head.partition("-")
+    if int(start, 16) <= address < int(stop, 16) and rest.split(maxsplit=4)[3] != "0":
+        return int(start, 16), int(stop, 16)
+    return None
+
+
 def _find(lines: list[str], address: int) -> Mapped | None:
     """The file mapping around an address, from the lines of smaps: a heading for each mapping, then its sizes."""
     found: tuple[int, int] | None = None
     for line in lines:
         head, _, rest = line.partition(" ")
-        if not head.endswith(":"):  # "start-stop rights offset device inode path"
-            start, _, stop = (int(part, 16) if part != "-" else 0 for part in head.partition("-"))
-            inode = rest.split(maxsplit=4)[3]
-            found = (start, stop) if start <= address < stop and inode != "0" else None
+        if not head.endswith(":"):
+            found = _heading(line, address)
         elif found is not None and head == "Anonymous:":
             return Mapped(*found, changed=rest.split()[0] != "0")
     return None
