@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
@@ -30,6 +30,10 @@ from probelens.hooks.switchboard import Tap
 from probelens.hooks.wrapping import own_layers, unadapted
 from probelens.kernels.rnn import rnn_forward, rnn_points
 from probelens.kernels.tap import NullTap
+
+if TYPE_CHECKING:
+    from probelens.hooks.model import HookedModel
+    from probelens.running.sweep.resumer import Resumer
 
 __all__ = ["TorchRNN"]
 
@@ -161,6 +165,11 @@ class TorchRNN(Adapter):
         forward.tap = tap  # type: ignore[attr-defined]
         return swapped_forward(rnn, forward, here=tap.here)
 
+    def resumer(self, model: HookedModel) -> Resumer | None:
+        from probelens.adapters.torch_rnn_resume import RecurrentLayers
+
+        return RecurrentLayers.of(model)
+
     def absent(self, name: str) -> str | None:
         if ".attn." in name or ".mlp." in name or name.endswith(("attn_out", "mlp_out", "resid_mid", "mixer_out")):
             return "a recurrent layer has no attention, MLP or mixer; use hook_resid_post, rnn.hook_h or its gates"
@@ -195,11 +204,14 @@ class TorchRNN(Adapter):
             with rnn.register_forward_pre_hook(stop_before, prepend=True):
                 yield
             return
-        tap = getattr(forward_now(rnn), "tap", None)
+        now = forward_now(rnn)
+        tap, run_layer = _StopAt(f"{j}.hook_in", getattr(now, "tap", None)), getattr(now, "run_layer", None)
 
         def forward(input: Any, hx: Any = None) -> Any:
-            return rnn_forward(rnn, input, hx, _StopAt(f"{j}.hook_in", tap))
+            return rnn_forward(rnn, input, hx, tap, run_layer=run_layer)
 
+        # What starts inside the stack stops there, too.
+        forward.tap, forward.run_layer = tap, run_layer  # type: ignore[attr-defined]
         with swapped_forward(rnn, forward, here=here):
             yield
 
@@ -221,10 +233,11 @@ class TorchRNN(Adapter):
             elif j == 0:
                 stack.enter_context(rnn.register_forward_pre_hook(feed, prepend=True))
             else:
-                tap = getattr(forward_now(rnn), "tap", None)
+                now = forward_now(rnn)
+                tap, run_layer = getattr(now, "tap", None), getattr(now, "run_layer", None)
 
                 def forward(input: Any, hx: Any = None) -> Any:
-                    return rnn_forward(rnn, input, hx, tap, start=(j, resid))
+                    return rnn_forward(rnn, input, hx, tap, start=(j, resid), run_layer=run_layer)
 
                 stack.enter_context(swapped_forward(rnn, forward, here=here))
             yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ class KeyValues(Resumer):
         self.kept: Any = DynamicCache(config=self.model.module.config)
         return self.forward(tokens, names, **self._with(self.kept))
 
-    def tail(self, resid: Tensor, layer: int, pos: int, until: int) -> Tensor:
+    def tail(self, resid: Tensor, layer: int, pos: int, until: int, begins: Sequence[int] | None = None) -> Tensor:
         past = {} if pos == 0 else self._with(self._before(pos, range(layer, until), len(resid)))
         # The sweep has tried that a run may start here; a trial in the midst of this one would see the kept keys.
         call = self.tail_call(resid, layer, pos, past)
@@ -129,7 +129,7 @@ class Recurrent(Resumer):
         # where the caller is inside `model.backend("reference")` already.
         return self.model.backend("reference")
 
-    def tail(self, resid: Tensor, layer: int, pos: int, until: int) -> Tensor:
+    def tail(self, resid: Tensor, layer: int, pos: int, until: int, begins: Sequence[int] | None = None) -> Tensor:
         def begin(i: int) -> dict[str, Any]:
             inputs, states = self.kept[i]
             real = None if self.mask is None else self.mask[:, pos:].repeat(len(resid) // len(self.mask), 1)

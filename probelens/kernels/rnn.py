@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from probelens.errors import InputError, ShapeError
-from probelens.kernels.rnn_layer import Run, Weights, one_step, step_names, suffixes, swap
+from probelens.kernels.rnn_layer import Run, RunLayer, Weights, one_step, step_names, suffixes, swap
 from probelens.kernels.tap import KernelPoint, NullTap, Tap, offer
 
 __all__ = ["KernelPoint", "NullTap", "Tap", "cell_forward", "cell_points", "rnn_forward", "rnn_points"]
@@ -89,6 +89,7 @@ def rnn_forward(
     *,
     offset: int = 0,
     start: tuple[int, Tensor] | None = None,
+    run_layer: RunLayer | None = None,
 ) -> tuple[Any, Any]:
     """The forward of an ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN``, with a tap at every point of ``rnn_points``.
 
@@ -106,12 +107,14 @@ def rnn_forward(
         offset: Position of the first step in the whole sequence, for taps.
         start: A layer to begin at and its input (batch, pos, d_input). Layers before it don't run, only the layout
             of ``input`` is used, and their final states stay what they were.
+        run_layer: What runs a layer in place of the fused kernel: from its number, its input (pos, batch, d_input) and
+            its first states to its output (pos, batch, d_out) and last states. No tap sees what lies inside the layer.
 
     Returns:
         What the module returns: output, and h_n or (h_n, c_n).
 
     Raises:
-        InputError: Not an LSTM, GRU or RNN.
+        InputError: Not an LSTM, GRU or RNN; ``run_layer`` with packed input.
 
     Examples:
         >>> _ = torch.manual_seed(0)
@@ -123,17 +126,19 @@ def rnn_forward(
     """
     tap = tap if tap is not None else NullTap()
     wanted = {name for name in rnn_points(module) if tap.wants(name)}
-    if not wanted and start is None:
+    if not wanted and start is None and run_layer is None:
         return _kind(module).forward(module, input, hx)  # not the instance's, which may be the one that called us
     m: Any = module
     run, x, state = _unpack(m, tap, wanted, input, hx, offset)
+    if run_layer is not None and run.packed is not None:
+        raise InputError("packed input is run by the fused kernel: pad it, or leave run_layer out")
     ways = len(suffixes(m))
     lowest, x = (0, x) if start is None else (start[0], swap(start[1]))
     finals = [list(s[: lowest * ways]) for s in state]
     for layer in range(lowest, m.num_layers):
         x = swap(offer(tap, f"{layer}.hook_in", swap(x)))
         first = [tuple(s[layer * ways + way] for s in state) for way in range(ways)]
-        out, last = run.layer(layer, x, first)
+        out, last = (run_layer or run.layer)(layer, x, first)
         for way_last in last:
             for collected, tensor in zip(finals, way_last):
                 collected.append(tensor)

@@ -17,6 +17,8 @@ from probelens.kernels.tap import Tap, segments, steps_to_offer
 
 State = tuple[Tensor, ...]  # (h,) or (h, c), each (batch, hidden)
 Fire = Callable[[str, Tensor], Tensor]
+RunLayer = Callable[[int, Tensor, list[State]], tuple[Tensor, list[State]]]
+"""From a layer's number, its input (pos, batch, d_input) and first states by direction to its output and last states."""
 
 GATES = {"LSTM": "ifgo", "GRU": "rzn", "RNN_TANH": "", "RNN_RELU": ""}
 
@@ -40,6 +42,14 @@ class Weights(NamedTuple):
     bias_ih: Tensor | None
     bias_hh: Tensor | None
     hr: Tensor | None
+
+    @classmethod
+    def of(cls, module: Any, layer: int, way: int = 0) -> Weights:
+        """Those of one layer and direction of an ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN``."""
+        ih, hh, *rest = module.all_weights[layer * len(suffixes(module)) + way]
+        hr = rest.pop() if module.proj_size else None
+        bias_ih, bias_hh = rest or (None, None)
+        return cls(ih, hh, bias_ih, bias_hh, hr)
 
     def of_input(self, x: Tensor) -> Tensor:
         return F.linear(x, self.ih, self.bias_ih)
@@ -91,7 +101,7 @@ class Run:
 
     def layer(self, layer: int, x: Tensor, first: list[State]) -> tuple[Tensor, list[State]]:
         """All directions of one layer: output (pos, batch, directions * hidden) and last states."""
-        ways = [self._weights(layer, way) for way in range(len(first))]
+        ways = [Weights.of(self.module, layer, way) for way in range(len(first))]
         edited = [[n for n in self._listening(layer, way) if self.tap.edits(n)] for way in range(len(first))]
         if not any(edited):
             out, last = self._fused(x, first, ways)
@@ -256,12 +266,6 @@ class Run:
 
     def _hx(self, state: list[Tensor]) -> Any:
         return tuple(state) if self.module.mode == "LSTM" else state[0]
-
-    def _weights(self, layer: int, way: int) -> Weights:
-        ih, hh, *rest = self.module.all_weights[layer * len(suffixes(self.module)) + way]
-        hr = rest.pop() if self.module.proj_size else None
-        bias_ih, bias_hh = rest or (None, None)
-        return Weights(ih, hh, bias_ih, bias_hh, hr)
 
     def _listening(self, layer: int, way: int) -> list[str]:
         names = (self._name(layer, point, way) for point in step_names(self.module.mode))

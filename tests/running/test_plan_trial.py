@@ -57,7 +57,7 @@ def test_without_a_trial_to_make_none_is_printed() -> None:
     model = wrapped("neox")
     assert plan(model, tokens(), cells(), READ).trial > 0
     sweep(model, tokens(), cells(), READ)
-    for found in (plan(model, tokens(), cells(), READ), plan(wrapped("gru"), tokens(), cells(), READ)):
+    for found in (plan(model, tokens(), cells(), READ), plan(wrapped("lstm-bidirectional"), tokens(), cells(), READ)):
         assert (found.trial, found.otherwise) == (0, None)
         assert "trial" not in str(found)
 
@@ -138,13 +138,13 @@ def test_a_model_in_another_dtype_since_the_plan_stays_within_the_budget(
 @pytest.mark.parametrize("call", [pl.patch, pl.patch_plan])
 def test_a_budget_below_one_byte_is_said_to_be_none(call: Callable[..., Any], memory: int) -> None:
     with pytest.raises(pl.InputError, match=rf"memory={memory}: a budget is a positive number of bytes"):
-        call(wrapped("gru"), pairs(), memory=memory)
+        call(wrapped("lstm-bidirectional"), pairs(), memory=memory)
 
 
 @pytest.mark.parametrize("memory", [10, 1000, 2000])
 def test_a_small_budget_is_named_once(memory: int) -> None:
     with pytest.raises(pl.InputError, match=f"memory={memory} bytes") as err:
-        pl.patch(wrapped("gru"), pairs(), memory=memory)
+        pl.patch(wrapped("lstm-bidirectional"), pairs(), memory=memory)
     assert ("(" + mib(memory) + ")" in str(err.value)) == (memory == 2000)
     assert str(err.value).count(f"{memory} bytes") == 1
 
@@ -188,7 +188,7 @@ def test_an_error_in_a_metric_of_the_callers_names_it(name: str, metric: Any) ->
 
 
 def test_an_error_of_the_librarys_own_is_left_without_a_note() -> None:
-    model = wrapped("gru")
+    model = wrapped("lstm-bidirectional")
     answers = pairs().answers + 1000
     far = pl.PatchPairs(pairs().clean, pairs().corrupted, pairs().edit_pos, pairs().read_pos, answers)
     assert notes(lambda: pl.patch(model, far), pl.InputError) == []

@@ -17,7 +17,7 @@ from probelens.running.sweep.strategy import Full, Skip, Unfit
 from probelens.running.sweep.work import Work
 
 N, LENGTH = 5, 12
-RESUMES = ["neox", "neox-sequential", "gpt2", "llama", "mamba", "mamba2"]
+RESUMES = ["neox", "neox-sequential", "gpt2", "llama", "mamba", "mamba2", "lstm", "gru", "lstm-fused", "gru-fused-time-first"]
 SITES = ["hook_embed", "blocks.0.hook_resid_pre", "blocks.1.hook_resid_pre", "blocks.1.hook_resid_post",
          "blocks.2.hook_resid_post"]  # fmt: skip
 
@@ -55,7 +55,9 @@ def close(got: torch.Tensor, want: torch.Tensor) -> bool:
 def cells(model: pl.HookedModel) -> list[Condition]:
     inner = "blocks.1.hook_mixer_out" if "blocks.1.hook_mixer_out" in model.hook_dict else "blocks.1.hook_attn_out"
     inner = inner if inner in model.hook_dict else "blocks.1.mixer.hook_out"
-    return [add_at(name, p) for name in [*SITES, inner] for p in range(LENGTH)]
+    inner = inner if inner in model.hook_dict else "blocks.1.hook_resid_post"
+    names = [name for name in (*SITES, inner) if name in model.hook_dict]
+    return [add_at(name, p) for name in names for p in range(LENGTH)]
 
 
 @pytest.mark.parametrize("name", RESUMES)
@@ -107,7 +109,10 @@ def test_passes_shared_or_not_and_kept_states_far_apart_change_nothing(monkeypat
 
 def test_edits_of_several_blocks_and_inside_them() -> None:
     x, read = zoo.tokens(N, LENGTH, seed=3), Read(last)
-    for name, inside in (("neox", "blocks.0.attn.hook_z"), ("mamba", "blocks.0.mixer.hook_ssm_state")):
+    for name, inside in (
+        ("neox", "blocks.0.attn.hook_z"), ("mamba", "blocks.0.mixer.hook_ssm_state"), ("lstm", "blocks.0.rnn.hook_c"),
+        ("gru-fused-time-first", "blocks.1.rnn.hook_h"),
+    ):  # fmt: skip
         model = pl.wrap(zoo.build(name))
 
         def double(tensor: torch.Tensor, hook: Any) -> torch.Tensor:
@@ -152,7 +157,7 @@ def test_what_is_unusual_runs_the_plain_way_with_the_same_numbers() -> None:
     assert close(got.values, want)
     handle.remove()
     assert sweep(model, x, conditions, read).path == "resume"
-    for name in ("gemma2", "lstm", "gru-bidirectional-fused"):
+    for name in ("gemma2", "gru-bidirectional-fused"):
         other = pl.wrap(zoo.build(name))
         some = [add_at("blocks.0.hook_resid_pre", p) for p in range(LENGTH)]
         got = sweep(other, x, some, read)

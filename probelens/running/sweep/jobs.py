@@ -113,8 +113,9 @@ def _job(model: HookedModel, index: int, condition: Condition, starts: Callable[
 # A plan asks for what its run asks for again, batch by batch.
 @functools.lru_cache(maxsize=64)
 def passes(
-    positions: tuple[int, ...], rows: int, length: int, overhead: float, most: int, together: int = 1 << 30
-) -> tuple[tuple[int, int], ...]:
+    positions: tuple[int, ...], rows: int, length: int, overhead: float, most: int, together: int = 1 << 30,
+    joins: bool = False,
+) -> tuple[tuple[int, int], ...]:  # fmt: skip
     """Slices of ``positions`` that cost least: which neighbouring runs share a pass that begins where the earliest does.
 
     Args:
@@ -124,6 +125,7 @@ def passes(
         overhead: Cost of a pass, in tokens.
         most: Tokens of a pass; one run alone may take more.
         together: Runs that may share a pass.
+        joins: Whether a run costs nothing before its own position in a pass that begins earlier.
 
     Examples:
         >>> passes((3, 2, 1, 0), rows=1, length=4, overhead=0, most=100)
@@ -134,12 +136,13 @@ def passes(
     cost, before = [0.0], [0]
     for stop in range(1, len(positions) + 1):
         width = rows * (length - positions[stop - 1])
-        choices = []
+        choices, own = [], 0
         for start in range(stop - 1, -1, -1):
             tokens = (stop - start) * width
             if stop - start > 1 and (tokens > most or stop - start > together):
                 break
-            choices.append((cost[start] + overhead + tokens, start))
+            own += rows * (length - positions[start])
+            choices.append((cost[start] + overhead + (own if joins else tokens), start))
         best, start = min(choices)
         cost.append(best)
         before.append(start)

@@ -108,7 +108,8 @@ class Resume(Strategy):
             enough = max(usual, need[part])
             return enough if spare is None else min(enough, need[part] + spare)
 
-        tokens, shared = 2048 if work.model.cfg.device.type == "cpu" else 1 << 16, most("passes", PASSES)
+        tokens = resumer.TOKENS if work.model.cfg.device.type == "cpu" else 1 << 16
+        shared = most("passes", PASSES)
         if memory is not None:
             # A pass then needs no more than a batch by itself, or what the budget leaves.
             tokens = min(tokens, max(batch * length, shared // (WORK * vector)))
@@ -155,7 +156,8 @@ class Resume(Strategy):
         if int(rows[0]) not in self.trials:
             return 0
         layer = min(job.stop for job in self.jobs)
-        again = (self.n - layer) * (self.length - self._floor(self.length // 2))
+        begins = self._trial_begins()
+        again = (self.n - layer) * len(begins) * (self.length - begins[0])
         return (self.n * self.length + again) * len(rows)
 
     def _mask(self, rows: Tensor) -> Tensor | None:
@@ -180,9 +182,16 @@ class Resume(Strategy):
     def _floor(self, pos: int) -> int:
         return pos - pos % self.limits.spacing
 
+    def _trial_begins(self) -> list[int]:
+        """Where the runs of the trial begin, the earliest first: in the middle, and for a run that joins it between there and the end."""
+        middle = self._floor(self.length // 2)
+        return [middle, (middle + self.length) // 2] if self.resumer.joins else [middle]
+
     def _passes(self, begins: Sequence[int], rows: int) -> Iterable[tuple[int, int]]:
         limits = self.limits
-        return passes(tuple(begins), rows, self.length, self.resumer.overhead(), limits.tokens, limits.together)
+        return passes(
+            tuple(begins), rows, self.length, self.resumer.overhead(), limits.tokens, limits.together, self.resumer.joins
+        )
 
     # -- running -------------------------------------------------------------------------------------
 
@@ -250,14 +259,15 @@ class Resume(Strategy):
         length, layer, model = final.shape[1], min(entering), self.work.model
         if self.resumer.trusted(padding) >= length:
             return
-        pos = self.resumer.floor(length // 2)
         reason: Exception | None = None
         try:
             own = model(self.work.examples.main[rows], stop_at_layer=self.n, attention_mask=self.resumer.mask)
             right = agree(final, own, bits=6, half=False)
             if right and layer < self.n:
-                again = self.resumer.tail(entering[layer][:, pos:].clone(), layer, pos, self.n)
-                right = agree(again, own[:, pos:], bits=6, half=False)
+                begins = self._trial_begins()
+                resid, expected = (x[:, begins[0] :].repeat(len(begins), 1, 1) for x in (entering[layer], own))
+                again = self.resumer.tail(resid, layer, begins[0], self.n, begins)
+                right = agree(again, expected, bits=6, half=False)
         except Exception as err:
             right, reason = False, err
         if not right:
@@ -293,10 +303,8 @@ class Resume(Strategy):
         """Run what was changed to the last block and give it to the readout."""
         rows = len(final)
         for group in self._groups(changed, load, rows):
-            group.sort(key=lambda one: one.stop)
             begin = min(one.begin for one in group)
-            after = self._together(group, begin, entering)
-            for one, resid in zip(group, after.split(rows), strict=True):
+            for one, resid in zip(group, self._together(group, begin, entering), strict=True):
                 whole = torch.cat([final[:, :begin], resid], 1)
                 readout.put(one.index, whole if where is None else pick(whole, where))
             done(len(group))
@@ -312,16 +320,20 @@ class Resume(Strategy):
             groups = [group for group in planned if group]
         return groups
 
-    def _together(self, group: list[_Changed], begin: int, entering: Mapping[int, Tensor]) -> Tensor:
-        """One pass over the blocks, which each condition joins where its edits end. (condition · example, ...)"""
+    def _together(self, group: list[_Changed], begin: int, entering: Mapping[int, Tensor]) -> list[Tensor]:
+        """One pass over the blocks, which each condition joins where its edits end. each (example, pos, d_model)"""
         stops = sorted({one.stop for one in group})
-        out: list[Tensor] = []
+        rows, now = len(entering[stops[0]]), dict[int, Tensor]()
         for stop, until in zip(stops, [*stops[1:], self.n], strict=True):
             plain = entering[stop]
-            out += [torch.cat([plain[:, begin : o.begin], o.resid], 1) for o in group if o.stop == stop]
-            resid = torch.cat(out)
-            out = [self.resumer.tail(resid, stop, begin, until) if stop < self.n else resid]
-        return out[0]
+            now |= {o.index: torch.cat([plain[:, begin : o.begin], o.resid], 1) for o in group if o.stop == stop}
+            # A condition that begins earlier comes first.
+            running = sorted((o for o in group if o.stop <= stop), key=lambda o: o.begin)
+            if stop < self.n:
+                resid = torch.cat([now[o.index] for o in running])
+                after = self.resumer.tail(resid, stop, begin, until, [o.begin for o in running])
+                now = dict(zip((o.index for o in running), after.split(rows), strict=True))
+        return [now[one.index] for one in group]
 
 
 def _resumable(work: Work) -> tuple[Resumer, list[Job]]:

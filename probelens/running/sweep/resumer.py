@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
@@ -32,6 +32,10 @@ class Resumer(ABC):
     BUDGET: ClassVar[int] = 1 << 30
     # Whether ``base`` and ``tail`` treat the ``mask`` as a whole run does. Where they don't, padded inputs aren't resumed.
     masks: ClassVar[bool] = False
+    # Tokens of a pass on a CPU, beyond which more at once aren't faster.
+    TOKENS: ClassVar[int] = 2048
+    # Whether each condition of a pass begins at its own position, and costs nothing before it.
+    joins = False
     # Positions from one kept state to the next. A sweep sets it before it runs.
     spacing = 1
     # 1 for real tokens, in the batch that runs; None where the model is given no mask. A sweep sets it before ``base``.
@@ -111,10 +115,11 @@ class Resumer(ABC):
         return pos - pos % self.spacing
 
     @abstractmethod
-    def tail(self, resid: Tensor, layer: int, pos: int, until: int) -> Tensor:
+    def tail(self, resid: Tensor, layer: int, pos: int, until: int, begins: Sequence[int] | None = None) -> Tensor:
         """Run from a block and a position that ``floor`` gives on, up to block ``until``, for several conditions at once.
 
         ``resid`` (condition · example, pos from ``pos`` on, d_model) is what enters the block; the result has its shape.
+        ``begins`` says before which position that is the unedited run's for each condition, not decreasing; None for ``pos``.
         """
 
     def running(self) -> contextlib.AbstractContextManager[Any]:
