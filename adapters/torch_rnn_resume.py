@@ -54,8 +54,8 @@ class RecurrentLayers(Resumer):
         final, cache = self.forward(tokens, {*names, *(name for each in inner for name in each)})
         self.kept = []
         for (rnn, j), each in zip(self._each(), inner, strict=True):
-            x, *states = (swap(cache[name]) for name in each)
-            self.kept.append(KeptLayer(rnn.mode, Weights.of(rnn, j), x, tuple(states)))
+            x, *after = (swap(cache[name]) for name in each)
+            self.kept.append(KeptLayer(rnn.mode, Weights.of(rnn, j), x, tuple(after)))
         return final, cache
 
     def tail(self, resid: Tensor, layer: int, pos: int, until: int, begins: Sequence[int] | None = None) -> Tensor:
@@ -68,7 +68,9 @@ class RecurrentLayers(Resumer):
 
             def run_layer(j: int, x: Tensor, first: list[State]) -> tuple[Tensor, list[State]]:
                 if x.shape[:2] != (resid.shape[1], len(resid)):
-                    raise ShapeError(f"a layer got {tuple(x.shape[:2])} positions and sequences of {tuple(resid.shape)}")
+                    raise ShapeError(
+                        f"a layer got {tuple(x.shape[:2])} positions and sequences of {tuple(resid.shape)}"
+                    )
                 out, last = mine[j].go_on(x, pos, starts, first[0])
                 return out, [last]
 

@@ -20,21 +20,26 @@ _CACHE = ("cache", "past_key_values")
 
 
 class KeyValues(Resumer):
-    """For transformers' decoders whose every layer keeps the keys and values of all positions."""
+    """For transformers' decoders whose every layer is attention.
+
+    Keys and values of all positions are kept, also where a layer sees a window or a chunk of them only: its mask hides the
+    others, as it does in a whole run.
+    """
 
     masks = True
 
     @classmethod
     def of(cls, model: HookedModel) -> KeyValues | None:
-        """None for encoders, and for layers that forget: sliding windows, linear attention, chunks."""
-        from transformers.cache_utils import DynamicCache, DynamicLayer
+        """None for encoders, and where layers keep something else, as linear attention does."""
+        from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
         config: Any = model.module.config
         adapter = model.adapter
         if getattr(config, "is_encoder_decoder", False) or not any(map(adapter.accepts, _CACHE)):
             return None
         layers = DynamicCache(config=config).layers
-        if len(layers) != len(adapter.blocks) or any(type(layer) is not DynamicLayer for layer in layers):
+        attention = (DynamicLayer, DynamicSlidingWindowLayer)
+        if len(layers) != len(adapter.blocks) or any(type(layer) not in attention for layer in layers):
             return None
         return cls(model)
 
@@ -50,7 +55,8 @@ class KeyValues(Resumer):
     def base(self, tokens: Tensor, names: Iterable[str]) -> tuple[Tensor, Mapping[str, Tensor]]:
         from transformers.cache_utils import DynamicCache
 
-        self.kept: Any = DynamicCache(config=self.model.module.config)
+        # Not made from the config, which says of a window that what it has passed is forgotten.
+        self.kept: Any = DynamicCache()
         return self.forward(tokens, names, **self._with(self.kept))
 
     def tail(self, resid: Tensor, layer: int, pos: int, until: int, begins: Sequence[int] | None = None) -> Tensor:

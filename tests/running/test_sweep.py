@@ -17,7 +17,8 @@ from probelens.running.sweep.strategy import Full, Skip, Unfit
 from probelens.running.sweep.work import Work
 
 N, LENGTH = 5, 12
-RESUMES = ["neox", "neox-sequential", "gpt2", "llama", "mamba", "mamba2", "lstm", "gru", "lstm-fused", "gru-fused-time-first"]
+RESUMES = ["neox", "neox-sequential", "gpt2", "llama", "gemma2", "mamba", "mamba2", "lstm", "gru", "lstm-fused",
+           "gru-fused-time-first"]  # fmt: skip
 SITES = ["hook_embed", "blocks.0.hook_resid_pre", "blocks.1.hook_resid_pre", "blocks.1.hook_resid_post",
          "blocks.2.hook_resid_post"]  # fmt: skip
 
@@ -141,6 +142,8 @@ def test_every_decoder_gives_the_numbers_of_whole_runs(name: str) -> None:
     read = Read(last, torch.full((3, 1), LENGTH - 1))
     conditions = [add_at(f"blocks.1.hook_{kind}", p) for kind in ("resid_pre", "resid_post") for p in (0, 5, 11)]
     got, want = sweep(model, x, conditions, read), one_by_one(model, x, conditions, read)
+    # BART keeps its keys in a cache for an encoder, too. Windows and chunks of 4 positions are shorter than the sequence.
+    assert (got.path == "resume") == (name != "bart"), got.why
     assert close(got.values, want)
     assert (want - got.base).abs().max() > 1e-4
 
@@ -157,7 +160,7 @@ def test_what_is_unusual_runs_the_plain_way_with_the_same_numbers() -> None:
     assert close(got.values, want)
     handle.remove()
     assert sweep(model, x, conditions, read).path == "resume"
-    for name in ("gemma2", "gru-bidirectional-fused"):
+    for name in ("lstm-bidirectional", "gru-bidirectional-fused"):
         other = pl.wrap(zoo.build(name))
         some = [add_at("blocks.0.hook_resid_pre", p) for p in range(LENGTH)]
         got = sweep(other, x, some, read)

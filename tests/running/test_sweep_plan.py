@@ -239,7 +239,7 @@ REASONS: dict[str, tuple[Callable[[], SweepPlan], str, str]] = {
     "module hooks": (lambda: of(context=module_hook), "skip", "^hooks on the model's modules$"),
     "short": (lambda: of(x=tokens()[:, :7], conditions=cells()[:5]), "skip", "^sequences shorter than 8"),
     "adapter": (lambda: of("lstm-bidirectional"), "skip", "^the adapter can't resume"),
-    "sliding window": (lambda: of("gemma2"), "skip", "^the adapter can't resume"),
+    "sliding window": (lambda: of("gemma2"), "resume", "^$"),
     "few": (lambda: of(conditions=cells()[:2]), "skip", "^2 conditions that could begin"),
     "none": (lambda: of(conditions=[]), "full", "^no conditions$"),
     "after the blocks": (lambda: of(conditions=[add_at("ln_final.hook_in", p) for p in range(4)]), "full", "edits the blocks"),

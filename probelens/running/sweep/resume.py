@@ -190,7 +190,13 @@ class Resume(Strategy):
     def _passes(self, begins: Sequence[int], rows: int) -> Iterable[tuple[int, int]]:
         limits = self.limits
         return passes(
-            tuple(begins), rows, self.length, self.resumer.overhead(), limits.tokens, limits.together, self.resumer.joins
+            tuple(begins),
+            rows,
+            self.length,
+            self.resumer.overhead(),
+            limits.tokens,
+            limits.together,
+            self.resumer.joins,
         )
 
     # -- running -------------------------------------------------------------------------------------
