@@ -234,7 +234,7 @@ def of(name: str = "neox", x: Tensor | None = None, context: Any = None, dtype: 
 REASONS: dict[str, tuple[Callable[[], SweepPlan], str, str]] = {
     "nothing": (of, "resume", "^$"),
     "mask": (lambda: of(attention_mask=torch.ones(N, LENGTH)), "resume", "^$"),
-    "half": (lambda: of(dtype=torch.bfloat16), "skip", r"^half precision \(torch.bfloat16\)$"),
+    "half": (lambda: of(dtype=torch.bfloat16), "resume", "^$"),
     "hooks": (lambda: of(context=hooked), "full", "^hooks on the model$"),
     "module hooks": (lambda: of(context=module_hook), "skip", "^hooks on the model's modules$"),
     "short": (lambda: of(x=tokens()[:, :7], conditions=cells()[:5]), "skip", "^sequences shorter than 8"),

@@ -25,6 +25,8 @@ from probelens.results.sentences import count
 from probelens.running.sweep.conditions import Condition, Intervention, Read
 from probelens.running.sweep.memory import mib
 from probelens.running.sweep.resume import Resume
+from probelens.running.sweep.resumer import why_distrusted
+from probelens.running.sweep.rounding import Rounding, is_half
 from probelens.running.sweep.spreading import run_spread, seconds, weights
 from probelens.running.sweep.strategy import Full, Skip, Strategy, TrialFailed, Unfit
 from probelens.running.sweep.work import Work, state_of
@@ -44,12 +46,15 @@ class SweepResult:
         path: "resume" if runs began at their first changed block and position, many in a pass; "skip" if
             they began at their first edited block; "full" if not.
         why: Why no shorter path was taken; "" for "resume".
+        rounding: In half precision and on the path "resume", how far such runs were from whole ones in the trial, and
+            whole runs in batches of other shapes; None elsewhere, and where workers ran.
     """
 
     values: Tensor
     base: Tensor
     path: str
     why: str = ""
+    rounding: Rounding | None = None
 
 
 _PATHS = {
@@ -140,6 +145,7 @@ class SweepPlan:
                 f"{self.naive_unembedded / max(1, self.unembedded):.2f}x fewer{least}",
                 f"held: {mib(self.bytes)} at most ({parts}), "
                 + ("no budget" if self.memory is None else f"budget {mib(self.memory)}"),
+                *self._rounded(),
                 *self._turned_down(),
             ]
         )  # fmt: skip
@@ -160,6 +166,19 @@ class SweepPlan:
         took = seconds(self._strategy) / workers
         shown = f"{took:.1f} s" if took < 120 else f"{took / 60:.0f} min" if took < 7200 else f"{took / 3600:.1f} h"
         return f"about {shown} on {count(workers, 'worker')}, {mib(each)} in each, weights included"
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """In half precision, what a trial found: as in ``SweepResult``; None before it."""
+        return self._strategy.rounding
+
+    def _rounded(self) -> list[str]:
+        dtype = self._strategy.work.model.cfg.dtype
+        if self.path != "resume" or not is_half(dtype):
+            return []
+        name = str(dtype).removeprefix("torch.")
+        rule = f"{name}: runs from mid-sequence may differ from whole ones by what whole runs in other batches do"
+        return [str(self.rounding) if self.rounding is not None else f"{rule}, which the trial measures"]
 
     def _turned_down(self) -> list[str]:
         if not self.trial:
@@ -199,7 +218,8 @@ class SweepPlan:
         try:
             if workers_here(now._strategy.work.model):
                 return SweepResult(*run_spread(now._strategy, now.why, choose, progress, describe))
-            return SweepResult(*now._strategy.run_all(progress, describe), now.path, now.why)
+            found = now._strategy.run_all(progress, describe)
+            return SweepResult(*found, now.path, now.why, now._strategy.rounding)
         except TrialFailed:
             # Not planned anew: a model that changes whenever it runs would have its failed trial forgotten.
             strategy, why = choose(now._strategy.work, resume=False)
@@ -279,7 +299,7 @@ def choose(work: Work, resume: bool = True) -> tuple[Strategy, str]:
     """
     if not work.conditions:
         return Full(work), "no conditions"  # nothing starts in the midst, so no start is tried
-    why = "" if resume else "a trial on this model gave other numbers"
+    why = "" if resume else why_distrusted(work.model)
     for kind in (Resume, Skip) if resume else (Skip,):
         try:
             return kind(work), why

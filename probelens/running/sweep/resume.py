@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,8 @@ from probelens.hooks.trials import agree
 from probelens.running.sweep.jobs import SHORTEST, Job, Load, jobs_of, loads, passes
 from probelens.running.sweep.memory import EDITED, LOGITS, PASSES, WORK, Limits, largest, mib
 from probelens.running.sweep.readout import Readout
-from probelens.running.sweep.resumer import Resumer, distrust, distrusted, padding_of, resumer_of
+from probelens.running.sweep.resumer import Resumer, distrust, distrusted, padding_of, resumer_of, tried, why_distrusted
+from probelens.running.sweep.rounding import Rounding, between_batches, is_half, shapes, share
 from probelens.running.sweep.strategy import Strategy, TrialFailed, Unfit, first_blocks, pick, why_not_skip
 from probelens.running.sweep.work import Work
 
@@ -35,7 +37,8 @@ class Resume(Strategy):
     A condition's edits change the residual that enters the block after them. Where that is equal to the
     unedited run's, bit by bit, up to some position, the rest begins there. Conditions that begin at the same
     position, or near each other, share a pass, which each joins at the block where its edits end. Nothing is
-    assumed about what an edit does. Unfit where the model or inputs don't allow it, or what is kept exceeds the budget.
+    assumed about what an edit does; where it says at which position it begins, differences before that which are no more
+    than rounding don't count. In half precision values may differ from whole runs' by as much as those of other batches do. Unfit where the model or inputs don't allow it, or what is kept exceeds the budget.
     """
 
     path = "resume"
@@ -44,7 +47,7 @@ class Resume(Strategy):
     def __init__(self, work: Work) -> None:
         super().__init__(work)
         self.resumer, self.jobs = _resumable(work)
-        self.n, self.length = work.n_layers, work.length
+        self.n, self.length, self.half = work.n_layers, work.length, is_half(work.model.cfg.dtype)
         self.unedited = [i for i, c in enumerate(work.conditions) if not c.interventions]
         resumed = {job.index for job in self.jobs} | set(self.unedited)
         # Conditions that run without what is kept, and where: beside what is kept no residual is kept for them.
@@ -59,7 +62,7 @@ class Resume(Strategy):
         # The kind of padding of each batch, by its first example, and of the batches that begin with a trial.
         self.padding = {int(rows[0]): padding_of(self._mask(rows)) for rows in self.batches()}
         if distrusted(work.model) & {*self.padding.values()}:
-            raise Unfit("a trial on this model gave other numbers")
+            raise Unfit(why_distrusted(work.model))
         kinds = {kind: first for first, kind in reversed(self.padding.items())}
         self.trials = {first for kind, first in kinds.items() if self.resumer.trusted(kind) < self.length}
         self._begins: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -155,10 +158,16 @@ class Resume(Strategy):
         """Block-positions of a batch's trial; 0 where resuming was found right before."""
         if int(rows[0]) not in self.trials:
             return 0
-        layer = min(job.stop for job in self.jobs)
-        begins = self._trial_begins()
-        again = (self.n - layer) * len(begins) * (self.length - begins[0])
-        return (self.n * self.length + again) * len(rows)
+        n, length, rest = self.n, self.length, self.n - min(job.stop for job in self.jobs)
+        again = sum(len(begins) * (length - begins[0]) for begins in self._trial_passes())
+        other = sum(positions * copies for _, positions, copies in shapes(len(rows), length)) if self.half else 0
+        return (n * (length + other) + rest * again) * len(rows)
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """What trials in half precision found; None in others, and before."""
+        found = [tried(self.work.model, kind).rounding for kind in dict.fromkeys(self.padding.values())]
+        return max((one for one in found if one is not None), key=lambda one: one.resumed, default=None)
 
     def _mask(self, rows: Tensor) -> Tensor | None:
         """The mask of some examples, on the model's device; None where the model is given none. (batch, pos)"""
@@ -182,10 +191,16 @@ class Resume(Strategy):
     def _floor(self, pos: int) -> int:
         return pos - pos % self.limits.spacing
 
-    def _trial_begins(self) -> list[int]:
-        """Where the runs of the trial begin, the earliest first: in the middle, and for a run that joins it between there and the end."""
-        middle = self._floor(self.length // 2)
-        return [middle, (middle + self.length) // 2] if self.resumer.joins else [middle]
+    def _trial_passes(self) -> list[list[int]]:
+        """Where the runs of the trial begin, by pass, the earliest first.
+
+        In the middle, and for a run that joins it between there and the end; in half precision, whose rounding depends on
+        the shape of a pass, also with few positions, alone and several together.
+        """
+        length = self.length
+        middle = self._floor(length // 2)
+        passes = [[middle, (middle + length) // 2] if self.resumer.joins else [middle]]
+        return passes + ([[self._floor(3 * length // 4)] * 4, [self._floor(length - 1)]] if self.half else [])
 
     def _passes(self, begins: Sequence[int], rows: int) -> Iterable[tuple[int, int]]:
         limits = self.limits
@@ -238,7 +253,7 @@ class Resume(Strategy):
             for job in load.jobs:
                 plain = entering[job.stop]
                 edited = self._edited(job, rows, plain, cache)
-                begin = self.resumer.floor(_first_change(edited, plain))
+                begin = self.resumer.floor(self._begin(job, rows, edited, plain))
                 if begin == plain.shape[1] or (where is not None and int(where.max()) < begin):
                     values[job.index] = base
                     done(1)
@@ -266,20 +281,59 @@ class Resume(Strategy):
         if self.resumer.trusted(padding) >= length:
             return
         reason: Exception | None = None
+        rounding: Rounding | None = None
         try:
             own = model(self.work.examples.main[rows], stop_at_layer=self.n, attention_mask=self.resumer.mask)
-            right = agree(final, own, bits=6, half=False)
-            if right and layer < self.n:
-                begins = self._trial_begins()
-                resid, expected = (x[:, begins[0] :].repeat(len(begins), 1, 1) for x in (entering[layer], own))
-                again = self.resumer.tail(resid, layer, begins[0], self.n, begins)
-                right = agree(again, expected, bits=6, half=False)
+            agreeing = functools.partial(agree, bits=6, half=False)
+            runs = self._trial_runs(entering, layer, own)
+            if self.half:
+                rounding = self._rounding(
+                    rows, own, max(share(found, right, own) for found, right in [(final, own), *runs])
+                )
+                right = rounding.within
+            else:
+                right = agreeing(final, own) and all(agreeing(found, expected) for found, expected in runs)
         except Exception as err:
             right, reason = False, err
         if not right:
-            distrust(model, padding)
+            distrust(model, padding, rounding)
             raise TrialFailed from reason
-        self.resumer.trust(length, padding)
+        self.resumer.trust(length, padding, rounding)
+
+    def _trial_runs(self, entering: Mapping[int, Tensor], layer: int, own: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Runs of the trial from the middle, and what whole runs give there."""
+        for begins in self._trial_passes() if layer < self.n else ():
+            resid, expected = (x[:, begins[0] :].repeat(len(begins), 1, 1) for x in (entering[layer], own))
+            yield self.resumer.tail(resid, layer, begins[0], self.n, begins), expected
+
+    def _rounding(self, rows: Tensor, own: Tensor, resumed: float) -> Rounding:
+        """How far runs from the middle are off in half precision, beside whole runs in other batches."""
+        model, tokens, mask = self.work.model, self.work.examples.main[rows], self.resumer.mask
+
+        def run(some: slice, positions: int, copies: int) -> Tensor:
+            real = None if mask is None else mask[some, :positions]
+            if real is not None and not bool(real.any(1).all()):
+                return own[some, :positions]  # nothing but padding is no run
+            real = None if real is None else real.repeat(copies, 1)
+            x = tokens[some, :positions].repeat(copies, 1)
+            out: Tensor = model(x, stop_at_layer=self.n, attention_mask=real)
+            return out[: len(out) // copies]
+
+        return Rounding(str(model.cfg.dtype).removeprefix("torch."), resumed, between_batches(run, own))
+
+    def _begin(self, job: Job, rows: Tensor, edited: Tensor, plain: Tensor) -> int:
+        """The first position at which an edit changes the residual. Tensors (example, pos, d_model)."""
+        first, said = _first_change(edited, plain), min(edit.earliest(rows) for edit in job.interventions)
+        if said <= first:
+            return first
+        # With hooks inside it a block may run another kernel, whose rounding differs at every position.
+        before, same = edited[:, :said], plain[:, :said]
+        if self.half:
+            allowed = tried(self.work.model, padding_of(self.resumer.mask)).rounding
+            only_rounding = allowed is not None and share(before, same, plain) <= allowed.batches
+        else:
+            only_rounding = agree(before, same, bits=6, half=False)
+        return said if only_rounding else first
 
     def _edited(self, job: Job, rows: Tensor, plain: Tensor, cache: Mapping[str, Tensor]) -> Tensor:
         """The residual entering block ``job.stop`` under the job's edits. (example, pos, d_model)"""
@@ -344,7 +398,7 @@ class Resume(Strategy):
 
 def _resumable(work: Work) -> tuple[Resumer, list[Job]]:
     """How runs of the model go on from the middle, and the conditions that can; raises Unfit where few or none can."""
-    model, dtype = work.model, work.model.cfg.dtype
+    model = work.model
     if why := why_not_skip(work):
         raise Unfit(why)
     if work.always:
@@ -356,9 +410,6 @@ def _resumable(work: Work) -> tuple[Resumer, list[Job]]:
     if work.length < SHORTEST:
         # A shorter sequence has hardly a prefix to spare.
         raise Unfit(f"sequences shorter than {SHORTEST} positions")
-    if dtype not in (torch.float32, torch.float64):
-        # Sums then depend on the shape of a pass.
-        raise Unfit(f"half precision ({dtype})")
     # Those of transformers stay once hidden states were asked for, and do nothing in other runs.
     if hooked_by_hand(model.module, ("transformers",)) is not None:
         raise Unfit("hooks on the model's modules")

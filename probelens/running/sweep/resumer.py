@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
@@ -16,13 +17,27 @@ from torch import Tensor
 from probelens.errors import InputError
 from probelens.hooks.inputs import has_gap, positions_for_padding
 from probelens.hooks.trials import recall, remember
+from probelens.running.sweep.rounding import Rounding
 
 if TYPE_CHECKING:
     from probelens.hooks.config import Call
     from probelens.hooks.model import HookedModel
 
-# Answered, for each kind of padding, with the longest sequence on which resumed runs were seen to be right, or with _WRONG.
-_QUESTION, _WRONG = "resume", -1
+# Answered for each kind of padding.
+_QUESTION = "resume"
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What trials of runs from the middle found.
+
+    Args:
+        length: The longest sequence on which they were right; −1 where they were wrong.
+        rounding: In half precision, how far they were off.
+    """
+
+    length: int = 0
+    rounding: Rounding | None = None
 
 
 class Resumer(ABC):
@@ -50,11 +65,11 @@ class Resumer(ABC):
 
         ``padding`` is the kind of it, as ``padding_of`` says: each is tried by itself.
         """
-        return max(0, _answers(self.model).get(padding, 0))
+        return max(0, tried(self.model, padding).length)
 
-    def trust(self, length: int, padding: str = "") -> None:
-        """Remember that a run of so many positions was right."""
-        _answer(self.model, padding, length)
+    def trust(self, length: int, padding: str = "", rounding: Rounding | None = None) -> None:
+        """Remember that a run of so many positions was right, in half precision up to such rounding."""
+        _answer(self.model, padding, Tried(length, rounding))
 
     @abstractmethod
     def holds(self, batch: int, length: int, spacing: int = 1) -> int:
@@ -154,19 +169,32 @@ def padding_of(mask: Tensor | None) -> str:
     return f"{kind}, of one example" if len(mask) == 1 else kind
 
 
-def distrust(model: HookedModel, padding: str = "") -> None:
+def distrust(model: HookedModel, padding: str = "", rounding: Rounding | None = None) -> None:
     """Don't resume runs of this model with such padding again, as it is."""
-    _answer(model, padding, _WRONG)
+    _answer(model, padding, Tried(-1, rounding))
 
 
 def distrusted(model: HookedModel) -> frozenset[str]:
     """The kinds of padding with which runs from the middle were found to give other numbers on this model, as it is."""
-    return frozenset(padding for padding, length in _answers(model).items() if length == _WRONG)
+    return frozenset(padding for padding, found in _answers(model).items() if found.length < 0)
 
 
-def _answers(model: HookedModel) -> dict[str, int]:
+def why_distrusted(model: HookedModel) -> str:
+    """Why a model that was tried isn't resumed, in words."""
+    said = [
+        str(found.rounding) for found in _answers(model).values() if found.length < 0 and found.rounding is not None
+    ]
+    return "; ".join(["a trial on this model gave other numbers", *said[:1]])
+
+
+def tried(model: HookedModel, padding: str = "") -> Tried:
+    """What trials with such padding found of this model, as it is."""
+    return _answers(model).get(padding, Tried())
+
+
+def _answers(model: HookedModel) -> dict[str, Tried]:
     return recall(model, model.module, _QUESTION) or {}
 
 
-def _answer(model: HookedModel, padding: str, length: int) -> None:
-    remember(model, model.module, _QUESTION, {**_answers(model), padding: length})
+def _answer(model: HookedModel, padding: str, found: Tried) -> None:
+    remember(model, model.module, _QUESTION, {**_answers(model), padding: found})

@@ -19,6 +19,7 @@ from probelens.running.faster_forwards import faster_forwards
 from probelens.running.sweep.conditions import Condition, Intervention
 from probelens.running.sweep.lengths import shortened
 from probelens.running.sweep.memory import in_bytes, largest, mib
+from probelens.running.sweep.rounding import Rounding
 from probelens.running.sweep.work import Work
 
 
@@ -56,6 +57,11 @@ class Strategy(ABC):
 
         Returns what is kept of the unedited run, and of each condition's (batch, ...); TrialFailed if the numbers are others.
         """
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """In half precision, how far runs of this way were seen to be from whole ones; None where they are whole."""
+        return None
 
     def trial(self) -> int:
         """Block-positions until a first trial on the inputs has failed; 0 where none is left to make."""
