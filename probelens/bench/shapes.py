@@ -20,6 +20,17 @@ def neox(layers: int, width: int, vocab: int, heads: int) -> Any:
     return _seeded(lambda: GPTNeoXForCausalLM(config))
 
 
+def llama(layers: int, width: int, vocab: int, heads: int) -> Any:
+    """A Llama in eval mode."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=heads, intermediate_size=4 * width, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return _seeded(lambda: LlamaForCausalLM(config))
+
+
 def mamba(layers: int, width: int, vocab: int, **options: Any) -> Any:
     """A Mamba in eval mode.
 
