@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import os
 import random
@@ -406,6 +407,12 @@ def test_the_pretended_devices_refuse_to_mix() -> None:
             model.module.embed(X)
 
 
+@functools.cache
+def expected(family: str, name: str) -> Any:
+    """What a primitive gives on a plain model of the family, which several tests compare with."""
+    return PRIMITIVES[name](pl.wrap(zoo.build(family)))
+
+
 # Made of the others, and slow where every operation is looked at.
 COMPOSED = {"erase", "profile", "dose_response", "length_transfer", "probe with controls", "train"}
 
@@ -419,11 +426,12 @@ def test_every_primitive_runs_on_a_model_spread_over_two_devices(name: str) -> N
 
 @pytest.mark.parametrize("family", ["neox", "mamba", "lstm-fused"])
 def test_every_primitive_runs_on_a_model_on_another_device(family: str) -> None:
-    here, module = pl.wrap(zoo.build(family)), zoo.build(family)
+    module = zoo.build(family)
+    plain = {name: expected(family, name) for name in PRIMITIVES if name not in COMPOSED}
     with fake_devices.pretended():
         there = pl.wrap(fake_devices.spread(module, {"": "cuda:1"}))
-        for name in set(PRIMITIVES) - COMPOSED:
-            assert same(PRIMITIVES[name](here), PRIMITIVES[name](there), 1e-4), name
+        for name, here in plain.items():
+            assert same(here, PRIMITIVES[name](there), 1e-4), name
 
 
 def test_layers_on_two_devices_are_stacked_on_one() -> None:
@@ -456,9 +464,9 @@ def test_every_primitive_under_no_grad_and_inference_mode(family: str, mode: Any
             with mode(), pytest.raises(pl.InputError, match="no gradient"):
                 call(model)
             continue
-        expected = call(model)
+        plain = expected(family, name)
         with mode():
-            assert same(expected, call(model), 1e-5), name
+            assert same(plain, call(model), 1e-5), name
 
 
 def test_a_model_made_under_inference_mode_has_no_attribution() -> None:
@@ -503,10 +511,10 @@ def test_autocast_around_a_primitive_is_autocast_of_the_model_and_of_nothing_els
     for name, call in PRIMITIVES.items():
         if name in ("verify", "train", "stop and start"):
             continue
-        expected = call(own)
+        inside_only = call(own)
         with torch.autocast("cpu", torch.bfloat16):
             found = call(model)
-        assert same(expected, found, 1e-6), name
+        assert same(inside_only, found, 1e-6), name
 
 
 @pytest.mark.parametrize("family", ["neox", "mamba", "mamba2", "llama", HALF_LSTM])
@@ -576,10 +584,9 @@ def test_a_trace_in_the_process_is_noticed() -> None:
 def test_a_result_does_not_depend_on_the_state_of_the_process() -> None:
     model = pl.wrap(zoo.build("lstm-fused"))
     for name, call in PRIMITIVES.items():
-        expected = call(model)
         with torch.random.fork_rng():
             torch.manual_seed(12345)
-            assert same(expected, call(model), 1e-6), name
+            assert same(expected("lstm-fused", name), call(model), 1e-6), name
 
 
 def test_rows_of_a_hugging_face_dataset_are_collected_as_they_are() -> None:
