@@ -28,6 +28,7 @@ from probelens.probing.result import read_above
 from probelens.results.sentences import count
 from probelens.running.sweep.conditions import Condition
 from probelens.running.sweep.plan import SweepPlan, plan
+from probelens.running.sweep.rounding import kept
 from probelens.running.workers import Executor, takes_executor
 from probelens.subspaces.directions import definition_of, spaces_of
 
@@ -99,7 +100,7 @@ class InterchangePlan:
             [p.about for p in self.parts], run.values, run.base, source.base, correct, self._groups,
             agreeing,
         )  # fmt: skip
-        return InterchangeResult(rows, run.values[..., 0] > 0, correct, run.path)
+        return InterchangeResult(rows, run.values[..., 0] > 0, correct, run.path, kept(run.rounding))
 
 
 def interchange_plan(

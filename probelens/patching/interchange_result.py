@@ -35,7 +35,8 @@ class InterchangeResult(Rows):
         followed: Whether each pair's answer became the source's; no rows of "same_value". (run, example)
         correct: Whether both runs answer a pair correctly. (example,)
         path: How the engine ran: "resume", "skip" or "full".
-        extra: What the caller wants to keep with the result; saved and loaded with it.
+        extra: What the caller wants to keep with the result; saved and loaded with it. "rounding" says how far runs from
+            mid-sequence were from whole ones in half precision.
     """
 
     columns = (

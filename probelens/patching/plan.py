@@ -43,6 +43,7 @@ from probelens.running.collect import collect, stops_at
 from probelens.running.shapes import site_shapes
 from probelens.running.sweep.conditions import Condition, Intervention
 from probelens.running.sweep.plan import SweepPlan, plan
+from probelens.running.sweep.rounding import kept
 from probelens.tasks.examples import Examples
 
 __all__ = ["PatchPlan", "patch_plan"]
@@ -162,7 +163,8 @@ class PatchPlan:
         return PatchResult(
             patched[..., 0].reshape(len(self.sites), len(self.positions), -1), clean[:, 0], corrupted[:, 0],
             sides.answered_by(clean, corrupted), self.sites, self._layers, self.positions, self.mode, self.metric, "patch",
-            run.path, None if tokens is None else tokens.cpu(), self.joint, notes(self._pairs, sides.answered),
+            run.path, None if tokens is None else tokens.cpu(), self.joint,
+            notes(self._pairs, sides.answered) | kept(run.rounding),
             self.heads if any(head is not None for head in self.heads) else [],
         )  # fmt: skip
 

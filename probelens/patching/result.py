@@ -53,7 +53,8 @@ class PatchResult(Result):
         tokens: The clean tokens, for labels. (example, length)
         joint: Whether all sites were patched together in one run.
         extra: What the caller wants to keep with the result; saved and loaded with it. "marks" are shown
-            by ``plot``, and "unanswered" says that the pairs have no right answers.
+            by ``plot``, "unanswered" says that the pairs have no right answers, and "rounding" how far runs from
+            mid-sequence were from whole ones in half precision.
         heads: Head of each row; empty where whole activations were patched.
     """
 
@@ -254,6 +255,7 @@ class PatchResult(Result):
             f"{count(n, 'pair')}"
             + ("." if self.extra.get("unanswered") else f", {some}answered correctly by both runs.")
         ]
+        lines += [self.extra["rounding"]] if "rounding" in self.extra else []
         if not counted:
             return [*lines, "No pair is answered correctly by both runs, so there is no gap to recover."]
         means = [valued(run[self.correct].mean().item()) for run in (self.clean, self.corrupted)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +62,21 @@ def test_resumed_values_are_off_by_no_more_than_rounding(name: str, dtype: torch
     # Two steps of the dtype at the largest value.
     assert share(got.values, want, want) <= 2 * torch.finfo(dtype).eps
     assert share(got.base.expand_as(want), want, want) > 0.05
+
+
+def test_a_result_says_how_far_its_values_may_be_off(tmp_path: Path) -> None:
+    model, x = wrapped("neox", torch.bfloat16), zoo.tokens(N, LENGTH, seed=3)
+    other = (x + 1) % model.cfg.d_vocab
+    end, answers = torch.full((N,), LENGTH - 1), torch.tensor([[1, 2]] * N)
+    found = pl.patch(model, pl.PatchPairs(x, other, end, end, answers))
+    assert found.path == "resume"
+    said = found.extra["rounding"]
+    assert said.startswith("bfloat16: runs from mid-sequence differ from whole ones by ")
+    assert said in str(found)
+    found.save(tmp_path / "found")
+    assert pl.PatchResult.load(tmp_path / "found").extra["rounding"] == said
+    whole_numbers = pl.patch(pl.wrap(zoo.more("neox")), pl.PatchPairs(x, other, end, end, answers))
+    assert "rounding" not in whole_numbers.extra
 
 
 def test_what_is_off_by_more_than_other_batches_is_turned_down(monkeypatch: pytest.MonkeyPatch) -> None:

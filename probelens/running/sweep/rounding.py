@@ -35,6 +35,11 @@ class Rounding:
         )
 
 
+def kept(rounding: Rounding | None) -> dict[str, str]:
+    """What a result keeps of it among its ``extra``: a sentence, where there was half precision."""
+    return {} if rounding is None else {"rounding": f"{rounding}."}
+
+
 def is_half(dtype: torch.dtype) -> bool:
     """Whether sums are so coarse that their bits depend on the shape of a batch."""
     return dtype not in (torch.float32, torch.float64)
