@@ -16,7 +16,7 @@ from probelens.ablation.answers import Metric, reader
 from probelens.ablation.comparing import Adjust, need_adjust
 from probelens.ablation.controls import CONTROLS, Control, Draws, label_asked, label_of, with_controls
 from probelens.ablation.given import Given, goes_with, names_given, strata_given
-from probelens.ablation.reading import feeds_readout, unread_sites
+from probelens.ablation.reading import feeds_readout, moves_answers, unread_sites
 from probelens.ablation.result import AblationResult
 from probelens.ablation.scoring import accuracy_chance, after, run, score
 from probelens.ablation.verdict import FLOOR, needed, verdict
@@ -183,7 +183,9 @@ def ablate(
     chance = accuracy_chance(batch, target, metric)
     rows = [{**d.about, "alpha": float(alpha)} for d in drawn]
     values, clean = score(rows, runs, runs.scored, chance, seed, metric, adjust)
-    unread = unread_sites(model, batch, acts, list(spaces), batch_size, memory, seed)
+    at = {site: [i for i, row in enumerate(rows) if row["site"] == site] for site in spaces}
+    untold = [site for site in spaces if not moves_answers(runs.values[at[site]], runs.clean, runs.scored)]
+    unread = unread_sites(model, batch, acts, untold, batch_size, memory, seed)
     floor = chance is not None and clean.mean().item() < chance + FLOOR
     refits: list[Tensor] = []
     for row in (row for row in rows if row["condition"] == "target"):

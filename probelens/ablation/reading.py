@@ -27,9 +27,11 @@ def unread_sites(
 ) -> set[str]:  # fmt: skip
     """The sites at which noise of the activations' own size, where the mask is True, leaves the output as it is.
 
-    Normal noise with the root mean square of each site's activations is added in some sequences; what is compared is one
+    The caller leaves out those where ``moves_answers`` knows already that it doesn't. Normal noise with the root mean square of each site's activations is added in some sequences; what is compared is one
     random projection of the logits at every position, which stays where all logits do.
     """
+    if not names:
+        return set()
     rows = where(batch, False).nonzero().flatten()[:TRIED_ON].cpu()
     few, gen = batch[rows], torch.Generator().manual_seed(seed)
 
@@ -58,6 +60,15 @@ def unread_sites(
     )  # fmt: skip
     dtype = model.cfg.dtype
     return {name for name, one in zip(names, found.values, strict=True) if agree(one, found.base, dtype)}
+
+
+def moves_answers(values: Tensor, clean: Tensor, scored: Tensor) -> bool:
+    """Whether removals at a site have changed so many answers that the model must read it, without a trial of its own.
+
+    One of them must have moved 5 % of the scored values by 1 %: rounding alone doesn't. (removal, example, pos), (example, pos)
+    """
+    same = torch.isclose(values[:, scored], clean[scored], rtol=0.01, atol=0.01, equal_nan=True)
+    return bool(((~same).float().mean(1) >= 0.05).any())
 
 
 def feeds_readout(model: HookedModel, site: str) -> bool:

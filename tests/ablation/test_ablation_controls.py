@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import probelens as pl
 from probelens import subspaces
+from probelens.ablation.reading import moves_answers
 from probelens.ablation.verdict import needed
 from probelens.numerics.effects import effect
 from probelens.running.collect import collect
@@ -213,6 +214,18 @@ def test_a_site_that_is_read_at_some_positions_only_is_read() -> None:
     batch = pl.Batch(ids, {"answer": ids}, torch.arange(6).expand(40, 6) == 0)
     (row,) = pl.ablate(model, batch, {"hook_embed": subspaces.random(2, 12)}, refit=False, controls=0).targets()
     assert row["verdict"] != "unread"
+
+
+def test_answers_that_move_say_that_a_site_is_read_and_rounding_does_not() -> None:
+    clean, scored = torch.ones(10, 10), torch.ones(10, 10, dtype=torch.bool)
+    rounded = clean + 1e-4 * torch.randn(3, 10, 10, generator=torch.Generator().manual_seed(0))
+    few, more = rounded.clone(), rounded.clone()
+    few[1, :2, :2] = 0.0  # 4 of 100
+    more[2, :2, :3] = 0.0  # 6 of 100
+    assert [moves_answers(values, clean, scored) for values in (rounded, few, more)] == [False, False, True]
+    scored[:2] = False
+    assert not moves_answers(more, clean, scored), "only scored answers count"
+    assert not moves_answers(clean[None] * float("nan"), clean * float("nan"), scored)
 
 
 # -- needed --------------------------------------------------------------------------------------------------
