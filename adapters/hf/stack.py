@@ -225,9 +225,9 @@ class HFStack(HFAdapter):
         return _attention.instrumented(module, getattr(module, "config", self.config), tap)
 
     def resumer(self, model: HookedModel) -> Resumer | None:
-        from probelens.adapters.hf.resume import KeyValues
+        from probelens.adapters.hf.resume import KeyValues, Mixed
 
-        return KeyValues.of(model)
+        return KeyValues.of(model) or Mixed.of(model)
 
     def unsummed(self, layer: int) -> str | None:
         return next((parts.unsummed for parts in self.block_parts[:layer] if parts.unsummed), None)

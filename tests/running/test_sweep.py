@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -146,6 +147,23 @@ def test_every_decoder_gives_the_numbers_of_whole_runs(name: str) -> None:
     assert (got.path == "resume") == (name != "bart"), got.why
     assert close(got.values, want)
     assert (want - got.base).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("name", ["jamba", "bamba", "qwen3-next", "lfm2", "falcon-h1"])
+def test_keys_of_some_layers_and_states_of_others_are_kept(name: str) -> None:
+    model, x = pl.wrap(zoo.more(name)), zoo.tokens(3, LENGTH, seed=3)
+    mask = torch.ones_like(x)
+    mask[1, :3] = 0
+    read = Read(last, torch.full((3, 1), LENGTH - 1))
+    conditions = [add_at(f"blocks.{layer}.hook_resid_pre", p) for layer in range(3) for p in (0, 5, 11)]
+    for told, spacing in ((None, 1), (mask, 1), (None, 3)):
+        work = Work(model, x, conditions, read, told, 64, None, 0)
+        resume = Resume(work)
+        resume.limits = dataclasses.replace(resume.limits, spacing=spacing)
+        values, base = resume.run_all(False, "")
+        want = Full(work).run_all(False, "")[0]
+        assert close(values, want)
+        assert (want - base).abs().max() > 1e-3
 
 
 def test_what_is_unusual_runs_the_plain_way_with_the_same_numbers() -> None:
