@@ -1,4 +1,4 @@
-"""Rows about patching beside a naive loop, one hooked forward a cell, on inputs and dtypes of every day: padding, half precision."""
+"""Rows about patching beside a naive loop, one hooked forward a cell, on inputs, dtypes and models of every day."""
 
 from __future__ import annotations
 
@@ -43,12 +43,39 @@ def patch_float16(size: str, device: str) -> Work:
     return patch_half(torch.float16, size, device)
 
 
+def patch_window(size: str, device: str) -> Work:
+    """Mistral with a window of 12 positions."""
+    layers, width, vocab, heads, n = _sizes(size)
+    return patching(shapes.mistral(layers, width, vocab, heads, window=12).to(device), vocab, n)
+
+
+def patch_hybrid(size: str, device: str) -> Work:
+    """Jamba with attention in each third layer."""
+    layers, width, vocab, heads, n = _sizes(size)
+    return patching(shapes.jamba(layers, width, vocab, heads).to(device), vocab, n)
+
+
+def patch_rnn(cell: str, size: str, device: str) -> Work:
+    """A stack of recurrent layers, as the formal models are."""
+    return patching(shapes.rnn(cell, 4, 164, 64).to(device), 64, 8)
+
+
+def patch_lstm(size: str, device: str) -> Work:
+    """LSTM."""
+    return patch_rnn("lstm", size, device)
+
+
+def patch_gru(size: str, device: str) -> Work:
+    """GRU."""
+    return patch_rnn("gru", size, device)
+
+
 def _sizes(size: str) -> tuple[int, int, int, int, int]:
     """Layers, width, vocabulary, heads and pairs."""
     return (6, 256, 8192, 4, 8) if size == "quick" else (12, 768, 50304, 12, 4)
 
 
-def patching(module: Any, vocab: int, n: int, padded: bool, length: int = 32, sample: int = 16) -> Work:
+def patching(module: Any, vocab: int, n: int, padded: bool = False, length: int = 32, sample: int = 16) -> Work:
     """Patching resid_pre of every layer at every position of pairs that differ in one token.
 
     Args:
@@ -74,7 +101,9 @@ def patching(module: Any, vocab: int, n: int, padded: bool, length: int = 32, sa
     cells = [(layer, pos) for layer in range(model.cfg.n_layers) for pos in range(length)]
     picked = cells[:: max(1, len(cells) // sample)]
     blocks = [module.get_submodule(path) for path in model.adapter.blocks]
-    given = {"use_cache": False} | ({"attention_mask": mask.long().to(model.cfg.device)} if padded else {})
+    given = ({"use_cache": False} if model.adapter.accepts("use_cache") else {}) | (
+        {"attention_mask": mask.long().to(model.cfg.device)} if padded else {}
+    )
     kept = _entering(module, blocks, clean.to(model.cfg.device), given)
 
     def compare(results: dict[str, Any]) -> dict[str, float]:
@@ -87,7 +116,7 @@ def patching(module: Any, vocab: int, n: int, padded: bool, length: int = 32, sa
         return {"path": results[OURS].path, "spread over cells": float(results[OURS].values.mean(-1).std()), **rounding}
 
     with torch.no_grad():
-        size = float(module(clean.to(model.cfg.device), **given).logits.abs().max())
+        size = float(_logits(module(clean.to(model.cfg.device), **given)).abs().max())
     steps = 2 * torch.finfo(model.cfg.dtype).eps * size
     kind = f", {str(model.cfg.dtype).removeprefix('torch.')}" if model.cfg.dtype != torch.float32 else ""
     return Work(
@@ -114,7 +143,7 @@ def _naive(
         for layer, pos in cells:
             put = partial(_put, kept[layer], pos)
             handle = blocks[layer].register_forward_pre_hook(put, with_kwargs=True)
-            read = module(tokens, **given).logits.cpu()[rows, pairs.read_pos].float()
+            read = _logits(module(tokens, **given)).cpu()[rows, pairs.read_pos].float()
             handle.remove()
             out.append(read[rows, pairs.answers[:, 0]] - read[rows, pairs.answers[:, 1]])
     return torch.stack(out)
@@ -131,6 +160,11 @@ def _entering(module: Any, blocks: list[nn.Module], tokens: Tensor, given: dict[
     for handle in handles:
         handle.remove()
     return kept
+
+
+def _logits(out: Any) -> Tensor:
+    found: Tensor = out if isinstance(out, Tensor) else out.logits
+    return found
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

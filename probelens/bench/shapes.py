@@ -31,6 +31,39 @@ def llama(layers: int, width: int, vocab: int, heads: int) -> Any:
     return _seeded(lambda: LlamaForCausalLM(config))
 
 
+def mistral(layers: int, width: int, vocab: int, heads: int, window: int) -> Any:
+    """A Mistral in eval mode, each of whose positions sees ``window`` of them."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(sliding_window=window, **_decoder(layers, width, vocab, heads))
+    return _seeded(lambda: MistralForCausalLM(config))
+
+
+def jamba(layers: int, width: int, vocab: int, heads: int) -> Any:
+    """A Jamba in eval mode, two Mamba layers for each with attention."""
+    from transformers import JambaConfig, JambaForCausalLM
+
+    config = JambaConfig(
+        attn_layer_period=3, attn_layer_offset=1, num_experts=1, mamba_d_state=16, **_decoder(layers, width, vocab, heads)
+    )  # fmt: skip
+    return _seeded(lambda: JambaForCausalLM(config))
+
+
+def _decoder(layers: int, width: int, vocab: int, heads: int) -> dict[str, Any]:
+    return {
+        "vocab_size": vocab, "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2, "intermediate_size": 4 * width, "max_position_embeddings": 2048,
+        "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+    }  # fmt: skip
+
+
+def rnn(cell: str, layers: int, width: int, vocab: int) -> Any:
+    """A stack of LSTM or GRU layers, in eval mode."""
+    from probelens.models import RNNLM
+
+    return _seeded(lambda: RNNLM(cell, d_vocab=vocab, d_model=width, hidden_size=width, n_layers=layers))
+
+
 def mamba(layers: int, width: int, vocab: int, **options: Any) -> Any:
     """A Mamba in eval mode.
 

@@ -17,6 +17,7 @@ from probelens.cli.main import main
 ROWS = {
     "patch-neox", "patch-mamba", "ablation", "interchange", "probes", "inlp", "mamba-step", "ssm-states", "cache", "cache-small",
     "collect", "import", "patch-padded-neox", "patch-padded-llama", "patch-bfloat16", "patch-float16",
+    "patch-window", "patch-hybrid", "patch-lstm", "patch-gru",
 }  # fmt: skip
 
 
