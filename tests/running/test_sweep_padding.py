@@ -75,6 +75,18 @@ def test_padded_sequences_get_the_numbers_that_each_has_alone(name: str, side: s
     assert (want - got.base).abs().max() > 1e-2 * want.abs().max()
 
 
+def test_what_a_tokenizer_gives_is_resumed_like_tokens_and_their_mask() -> None:
+    model, x, mask = pl.wrap(zoo.build("neox")), zoo.tokens(N, LENGTH, seed=3), masked("left")
+    want = sweep(model, x, cells(), last_real(mask), attention_mask=mask)
+    found = sweep(model, {"input_ids": x, "attention_mask": mask}, cells(), last_real(mask))
+    assert (want.path, found.path) == ("resume", "resume")
+    assert torch.equal(found.values, want.values)
+    more = {"input_ids": x, "attention_mask": mask, "position_ids": torch.arange(LENGTH).repeat(N, 1)}
+    other = sweep(model, more, cells(), last_real(mask))
+    assert (other.path, other.why) == ("full", "inputs that are several arguments")
+    assert (other.values - want.values).abs().max() <= 2e-5 * want.values.abs().max()
+
+
 def test_each_kind_of_padding_is_tried_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, mask = pl.wrap(zoo.build("neox")), zoo.tokens(N, LENGTH, seed=3), masked("left")
     assert sweep(model, x, cells(), last_real(mask)).path == "resume"

@@ -273,6 +273,7 @@ def plan(
             f"memory={memory}: a budget is a positive number of bytes, such as 2**30; None is for no budget"
         )
     require_repeatable(model, examples.inputs)
+    examples, attention_mask = _as_tokens(model, examples, attention_mask)
     mask = mask_for_model(model, attention_mask, examples.inputs)
     work = Work(model, examples, conditions, read, mask, batch_size, memory, source_bytes, tuple(always))
     strategy, why = choose(work)
@@ -282,6 +283,27 @@ def plan(
         with contextlib.suppress(InputError):
             otherwise = _described(*choose(work, resume=False), 0, None)
     return _described(strategy, why, trial, otherwise)
+
+
+def _as_tokens(model: HookedModel, examples: Examples, attention_mask: Tensor | None) -> tuple[Examples, Tensor | None]:
+    """Tokens and their mask in place of a mapping of nothing else, as tokenizers give it: a run can begin in their midst."""
+    tokens, mask, given = examples.batched.get("input_ids"), examples.attention_mask, {*examples.batched}
+    if tokens is None or given != {*examples.inputs} or given - {"input_ids", "attention_mask"}:
+        return examples, attention_mask
+    if (
+        tokens.ndim != 2
+        or tokens.is_floating_point()
+        or ("attention_mask" in given and (mask is None or mask.shape != tokens.shape))
+    ):
+        return examples, attention_mask
+    try:
+        call = model.adapter.call(tokens[:1], None if mask is None else mask[:1].long(), {})
+    except InputError:
+        return examples, attention_mask
+    # An adapter may make more of tokens, such as the inputs of a decoder.
+    if call.args or {*call.kwargs} - {"use_cache"} != given:
+        return examples, attention_mask
+    return Examples(tokens), mask
 
 
 def choose(work: Work, resume: bool = True) -> tuple[Strategy, str]:

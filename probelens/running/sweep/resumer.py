@@ -55,6 +55,8 @@ class Resumer(ABC):
     spacing = 1
     # 1 for real tokens, in the batch that runs; None where the model is given no mask. A sweep sets it before ``base``.
     mask: Tensor | None = None
+    # The positions that a whole run of the batch is given, where the model counts padding unless it is.
+    _counted: Tensor | None = None
 
     def __init__(self, model: HookedModel) -> None:
         self.model = model
@@ -105,7 +107,7 @@ class Resumer(ABC):
     def _positions(self, tokens: Tensor) -> dict[str, Tensor]:
         """The ``position_ids`` that a whole run of padded tokens is given, if any; kept for ``tail_call``."""
         given = positions_for_padding(self.model, self.mask, {}, tokens)
-        self._counted: Tensor | None = given.get("position_ids")
+        self._counted = given.get("position_ids")
         return given
 
     def tail_call(self, resid: Tensor, layer: int, pos: int, extra: Mapping[str, Any]) -> Call:
