@@ -13,6 +13,7 @@ from torch import Tensor
 
 from probelens.errors import InputError
 from probelens.numerics.modes import exact
+from probelens.numerics.threads import few_threads
 from probelens.probing.controls import control_labels
 from probelens.probing.data import Data
 from probelens.probing.fitting import Fitted
@@ -26,6 +27,7 @@ from probelens.results.progress import progress_bar
 __all__ = ["probe"]
 
 
+@few_threads()
 @exact
 def probe(
     acts: Any,

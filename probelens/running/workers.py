@@ -34,6 +34,7 @@ from probelens.hooks.forwards import hooked_by_hand
 from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped
 from probelens.numerics.tensors import whole_number
+from probelens.numerics.threads import few_threads
 from probelens.running.executors import Dask, Spec, Submitit, opened, spec_of
 from probelens.running.weights import weights_hash
 
@@ -141,13 +142,14 @@ def remember(model: HookedModel, load: Callable[[], HookedModel]) -> HookedModel
 
 
 def takes_executor(fn: Callable[Concatenate[HookedModel, P], R]) -> Callable[Concatenate[HookedModel, P], R]:
-    """Let a primitive's ``executor=`` open the workers for as long as the call lasts."""
+    """Let a primitive's ``executor=`` open the workers for as long as the call lasts; on few threads where more are slower."""
 
     @functools.wraps(fn)
     def call(model: HookedModel, *args: P.args, **kw: P.kwargs) -> R:
         executor: Any = kw.pop("executor", None)
         if executor is None:
-            return fn(model, *args, **kw)
+            with few_threads():
+                return fn(model, *args, **kw)
         with opened_for(model, executor):
             return fn(model, *args, **kw)
 
