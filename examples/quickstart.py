@@ -1,9 +1,10 @@
-"""Train an LSTM and a Transformer on nested brackets, and see where depth is readable, needed, sufficient and used.
+"""Take a trained LSTM and Transformer, and see where the depth of brackets is readable, needed, sufficient and used.
 
-    probelens run quickstart
+    probelens run quickstart                    the trained models that come with probelens
+    probelens run quickstart --trained none     train them first
 
-Two cores take about three minutes. The run folder gets `report.html` (open it in a browser, it needs
-no network), `rows.parquet` (every number, tidy), and for each model its checkpoint and results. A
+Two cores take a minute or two, and a minute more to train. The run folder gets `report.html` (open it in
+a browser, it needs no network), `rows.parquet` (every number, tidy), and for each model its checkpoint and results. A
 second run finds the finished models and only writes the report again.
 
 To try it on a model of your own, copy this file and change `train_model`.
@@ -19,8 +20,10 @@ from typing import Any
 
 import probelens as pl
 from probelens.errors import at_least
+from probelens.examples import trained
 from probelens.experiments import RunRecord, Status, Store
 from probelens.experiments.recipe import finished_rows, run_recipe, settings_of
+from probelens.results.files import atomic_path
 
 LABELS = {"depth": "depth (open brackets, 0 to 10)", "top": "top of stack (type of the innermost open bracket)"}
 NAMES = {"lstm": "LSTM", "gru": "GRU", "transformer": "Transformer", "mamba": "Mamba", "mamba2": "Mamba-2"}
@@ -42,7 +45,9 @@ class Config:
         n_ablate: Sequences for ablations.
         n_pairs: Clean/corrupted pairs for patching.
         controls: Random subspaces compared with each ablation, of each kind.
-        workers: Models trained at once; None for one per core.
+        trained: Where trained models are from: "shipped" with probelens, where it has them of these settings; the folder of
+            a former run; or "none" to train.
+        workers: Models at once; None for one per core.
     """
 
     out: str = "runs/quickstart"
@@ -54,6 +59,7 @@ class Config:
     n_ablate: int = 100
     n_pairs: int = 48
     controls: int = 20
+    trained: str = "shipped"
     workers: int | None = None
 
     def __post_init__(self) -> None:
@@ -83,7 +89,12 @@ def untrained(arch: str, seed: int) -> pl.HookedModel:
 def train_model(
     config: Mapping[str, Any], folder: Path, status: Status
 ) -> tuple[pl.HookedModel, pl.training.TrainResult]:
-    """The trained model of one cell; an interrupted training continues where it stopped."""
+    """The trained model of one cell, found or trained; an interrupted training continues where it stopped."""
+    if found := trained.find(config):
+        for file, name in zip(found, ("model.safetensors", "training.safetensors"), strict=True):
+            with atomic_path(folder / name) as part:
+                part.write_bytes(file.read_bytes())
+        return pl.wrap(pl.models.load(folder)), pl.training.TrainResult.load(folder / "training.safetensors")
     task, model = make_task(), untrained(config["arch"], config["seed"])
     recurrent_state = config["arch"] in ("mamba", "mamba2")
 

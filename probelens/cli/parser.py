@@ -17,7 +17,7 @@ STATUS = (
 )
 RESUMES = "; after both the same command continues from what is finished"
 EPILOG = f"""examples:
-  probelens run quickstart                      train two small models, measure them, write report.html
+  probelens run quickstart                      measure two small trained models, write report.html
   probelens run quickstart --set seed=1         the same with another seed
   probelens list                                recipes, their presets and settings
   probelens report runs/quickstart              make the report again from the saved results

@@ -124,7 +124,7 @@ def test_list_in_words_and_as_json(run: Any) -> None:
     quickstart = next(item for item in content if item["name"] == "quickstart")
     assert quickstart["presets"] == ["smoke"]
     assert quickstart["settings"]["seed"] == 0
-    assert quickstart["summary"].startswith("Train an LSTM")
+    assert quickstart["summary"].startswith("Take a trained LSTM")
 
 
 # -- what can't be understood -----------------------------------------------------------------------

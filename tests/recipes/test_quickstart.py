@@ -15,8 +15,8 @@ import pytest
 
 import probelens as pl
 from probelens.cli.main import main
-from probelens.examples import quickstart
-from probelens.experiments import RunRecord, Store
+from probelens.examples import quickstart, trained
+from probelens.experiments import RunRecord, Status, Store
 
 WORDS = ("run", "quickstart", "--preset", "smoke", "--set", "workers=1")
 
@@ -185,6 +185,48 @@ def test_a_model_that_fails_is_named_with_where_its_traceback_is(
     assert "Traceback" in log.read_text()
     assert main(["report", str(tmp_path / "run")]) == 2, "there is nothing to report"
     assert os.listdir(tmp_path) == ["run"]
+
+
+def test_the_default_run_takes_the_models_that_come_with_probelens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pl.training, "train", lambda *a, **k: pytest.fail("trained"))
+    for arch in quickstart.Config().archs:
+        config = quickstart.Config().cell(arch)
+        folder = tmp_path / arch
+        folder.mkdir()
+        model, training = quickstart.train_model(config, folder, Status(folder))
+        found = pl.training.evaluate(model, quickstart.make_task(), (40,), n=64, trained_length=40, seed=1)
+        assert found.to_dataframe()["accuracy"].min() > 0.9
+        assert training.accuracy > 0.9
+        assert (folder / "model.safetensors").is_file()
+        # Other weights would have come out, so these are trained.
+        assert trained.find({**config, "seed": 1}) is None
+        assert trained.find({**config, "trained": "none"}) is None
+        assert trained.find({**config, "controls": 3}) is not None
+
+
+def test_trained_models_of_a_former_run_are_found_by_their_settings(story: SimpleNamespace) -> None:
+    config = quickstart.Config(**quickstart.PRESETS["smoke"], trained=str(story.folder)).cell("transformer")
+    model, training = trained.find(config)
+    assert json.loads((model.parent / "config.json").read_text())["arch"] == "transformer"
+    assert training.is_file()
+    with pytest.raises(pl.InputError, match="no finished model of arch=transformer, seed=3"):
+        trained.find({**config, "seed": 3})
+    with pytest.raises(pl.InputError, match="no finished model"):
+        trained.find({**config, "trained": str(story.folder / "nowhere")})
+
+
+def test_a_damaged_model_of_the_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for file in trained.FOLDER.glob("*.*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    monkeypatch.setattr(trained, "FOLDER", tmp_path)
+    assert trained.find(quickstart.Config().cell("lstm")) is not None
+    damaged = bytearray((tmp_path / "lstm.safetensors").read_bytes())
+    damaged[-1] ^= 1
+    (tmp_path / "lstm.safetensors").write_bytes(damaged)
+    with pytest.raises(pl.StoreError, match="lstm.safetensors"):
+        trained.find(quickstart.Config().cell("lstm"))
 
 
 def test_an_unknown_architecture_is_refused() -> None:
