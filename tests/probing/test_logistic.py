@@ -11,6 +11,7 @@ from sklearn.linear_model import LogisticRegression, Ridge
 
 from probelens.errors import InputError, ShapeError
 from probelens.probing import fit_path
+from probelens.probing.solvers import logistic
 from probelens.probing.solvers.factor import Factorised
 from probelens.probing.solvers.ridge import ridge_path
 
@@ -308,3 +309,9 @@ def test_what_features_remember_of_one_label_set_does_not_reach_another() -> Non
     ((one,),) = fit_path(shared, other, 1.0)
     ((two,),) = fit_path(shared, labels, 1.0)
     assert float((one.coef - two.coef).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("columns", [3, 40])
+def test_products_in_parts_are_the_products(columns: int) -> None:
+    x, weights = torch.randn(2100, 30, dtype=torch.float64), torch.randn(columns, 30, dtype=torch.float64)
+    torch.testing.assert_close(logistic._logits(x, weights), x @ weights.T)

@@ -34,6 +34,8 @@ __all__ = ["DEFAULT_CS", "LogisticFit", "fit_path"]
 
 DEFAULT_CS = tuple(10.0**k for k in range(-4, 4))
 
+_MANY, _ROWS = 32, 1024  # columns of a product from which on it is done in parts, and their rows
+
 Walk = Generator[Request, Tensor, list[LogisticFit]]
 
 
@@ -153,12 +155,22 @@ def _drive(shared: Factorised, walks: list[Walk]) -> list[list[LogisticFit]]:
             x = shared.at(dtype)
             # Weights are (columns, d), so that the thin factor comes first: several times faster on CPUs.
             if kind == "logits":
-                answers = (x @ _join(parts, 0).T).split([len(p) for p in parts], 1)
+                answers = _logits(x, _join(parts, 0)).split([len(p) for p in parts], 1)
             else:
                 answers = (_join(parts, 1).T @ x).split([p.shape[1] for p in parts], 0)
             for i, answer in zip(who, answers):
                 go_on(i, answer.contiguous())
     return results
+
+
+def _logits(x: Tensor, weights: Tensor) -> Tensor:
+    """x (n, d) times weights (columns, d), transposed. Of many columns it is a quarter faster in parts that stay in the cache."""
+    if len(weights) < _MANY or x.device.type != "cpu":
+        return x @ weights.T
+    turned, out = weights.T.contiguous(), x.new_empty(len(x), len(weights))
+    for rows in range(0, len(x), _ROWS):
+        torch.mm(x[rows : rows + _ROWS], turned, out=out[rows : rows + _ROWS])
+    return out
 
 
 def _join(parts: list[Tensor], axis: int) -> Tensor:
