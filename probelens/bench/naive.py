@@ -76,7 +76,7 @@ def _sizes(size: str) -> tuple[int, int, int, int, int]:
 
 
 def patching(module: Any, vocab: int, n: int, padded: bool = False, length: int = 32, sample: int = 16) -> Work:
-    """Patching resid_pre of every layer at every position of pairs that differ in one token.
+    """Patching resid_pre of every layer at every position of pairs that differ from the end of their first quarter on.
 
     Args:
         module: The model.
@@ -94,7 +94,7 @@ def patching(module: Any, vocab: int, n: int, padded: bool = False, length: int 
     clean = shapes.tokens(vocab, n, length, seed=1)
     differs = torch.full((n,), length // 4)
     changed = (clean + 1 + shapes.tokens(vocab - 1, n, length, seed=2)) % vocab
-    corrupted = torch.where(where == differs[:, None], changed, clean)
+    corrupted = torch.where(mask & (where >= differs[:, None]), changed, clean)
     end = length - 1 - torch.where(left, 0, pads)
     answers = torch.stack([torch.arange(n), torch.arange(n) + n], 1)
     pairs = pl.PatchPairs(clean, corrupted, differs, end, answers, mask=mask)
@@ -124,7 +124,7 @@ def patching(module: Any, vocab: int, n: int, padded: bool = False, length: int 
         compare,
         {"difference": steps if kind else 1e-5},
         {NAIVE: len(picked) / len(cells)},
-        f"{len(blocks)} layers d {model.cfg.d_model}, {n} × {length} tokens{kind}, pairs that differ at position {length // 4}"
+        f"{len(blocks)} layers d {model.cfg.d_model}, {n} × {length} tokens{kind}, pairs that differ from position {length // 4} on"
         f"{', padded left and right in turn by up to a quarter' if padded else ''}; plain hooks run {len(picked)} of the "
         f"{len(cells)} cells, scaled up, with the clean run's cache given",
         {"cells": len(cells)},
