@@ -35,10 +35,10 @@ from probelens.hooks.model import HookedModel
 from probelens.hooks.names import need_wrapped
 from probelens.numerics.tensors import whole_number
 from probelens.numerics.threads import few_threads
-from probelens.running.executors import Dask, Spec, Submitit, opened, spec_of
+from probelens.running.executors import Dask, Local, Spec, Submitit, opened, spec_of
 from probelens.running.weights import weights_hash
 
-__all__ = ["Executor", "Workers", "remember", "spread", "takes_executor", "workers_here"]
+__all__ = ["Executor", "Workers", "remember", "share_memory", "spread", "takes_executor", "workers_here"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -84,10 +84,7 @@ class Workers:
             raise InputError(
                 "executor=: threads share one model, whose hooks would mix. Give an executor of processes."
             )
-        elsewhere = (isinstance(spec, Dask) and spec.scheduler is not None) or (
-            isinstance(spec, Submitit) and spec.cluster != "local"
-        )
-        if self.workers is None and (elsewhere or isinstance(spec, concurrent.futures.Executor)):
+        if self.workers is None and not self.local:
             raise InputError(
                 f"executor={self.executor!r}: how many workers it has isn't known here. Give pl.Workers(..., workers=)"
             )
@@ -112,6 +109,14 @@ class Workers:
     def spec(self) -> Spec | concurrent.futures.Executor:
         """The executor with its settings."""
         return spec_of(self.executor) if isinstance(self.executor, str) else self.executor
+
+    @property
+    def local(self) -> bool:
+        """Whether the workers are started here, on this machine."""
+        spec = self.spec
+        if isinstance(spec, Dask):
+            return spec.scheduler is None
+        return isinstance(spec, Local) or (isinstance(spec, Submitit) and spec.cluster == "local")
 
     @property
     def count(self) -> int:
@@ -194,6 +199,12 @@ def workers_here(model: HookedModel) -> int:
     pool = _open.get()
     # Hooks that a primitive has set meanwhile are in the caller's process alone.
     return pool.settings.count if pool is not None and pool.model is model and not model.has_hooks() else 0
+
+
+def share_memory(model: HookedModel) -> bool:
+    """Whether what is spread now runs in workers of this machine, which share its memory."""
+    pool = _open.get()
+    return pool is not None and pool.settings.local and workers_here(model) > 0
 
 
 @contextlib.contextmanager

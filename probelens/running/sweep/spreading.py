@@ -15,11 +15,12 @@ from torch import Tensor
 from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
 from probelens.results.progress import progress_bar
+from probelens.results.sentences import count
 from probelens.running.sweep.conditions import Condition, Intervention, Read
 from probelens.running.sweep.memory import mib
 from probelens.running.sweep.strategy import Strategy, TrialFailed
 from probelens.running.sweep.work import Work
-from probelens.running.workers import spread, workers_here
+from probelens.running.workers import share_memory, spread, workers_here
 from probelens.tasks.examples import Examples
 
 Choose = Callable[..., tuple[Strategy, str]]
@@ -77,7 +78,11 @@ def run_spread(
     values: dict[int, list[Tensor]] = {i: [] for i in range(len(work.conditions))}
     path, reason = strategy.path, why
     with (
-        progress_bar(len(strategy.batches()) * len(work.conditions), describe, progress) as bar,
+        progress_bar(
+            len(strategy.batches()) * len(work.conditions),
+            f"{describe}, {count(workers_here(work.model), 'worker')}",
+            progress,
+        ) as bar,
         spread(work.model, part, items) as parts,
     ):
         for (rows, which), (base, found, went, its_why) in zip(items, parts, strict=True):
@@ -102,10 +107,12 @@ def _items(strategy: Strategy) -> list[tuple[Tensor, range]]:
 
 
 def need_memory(strategy: Strategy) -> None:
-    """Refuse to start more workers on this machine than its free memory holds."""
+    """Refuse to run more workers on this machine than its free memory holds; that of a GPU isn't asked."""
+    if strategy.work.model.cfg.device.type != "cpu":
+        return
     free, each = free_memory(), weights(strategy.work.model) + sum(strategy.held().values())
     n = workers_here(strategy.work.model)
-    if free is not None and strategy.work.model.cfg.device.type == "cpu" and n * each > free:
+    if free is not None and share_memory(strategy.work.model) and n * each > free:
         raise InputError(
             f"{n} workers need about {mib(each)} each, for the weights and what the sweep holds, and {mib(free)} are free "
             "on this machine. Give fewer workers, a smaller batch_size, or a memory budget."
