@@ -157,8 +157,11 @@ def _picture(page: Path, curves: list[dict[str, Any]]) -> str | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         growth.plot(curves, path)
     except Exception as err:  # of kaleido's making: a missing browser has an error of its own in each version
-        _note([f"the page has no plot of growth: {str(err).splitlines()[0]}"])
-        return None
+        kept = path.is_file()
+        said = " ".join(str(err).split())[:200] or type(err).__name__
+        _note([f"the page {'keeps the plot of growth that is there' if kept else 'has no plot of growth'}: {said}"])
+        if not kept:
+            return None
     return str(path.relative_to(page.parent))
 
 
