@@ -55,8 +55,8 @@ class Config:
     seed: int = 0
     length: int = 40
     steps: int = 3000
-    n_probe: int = 300
-    n_ablate: int = 100
+    n_probe: int = 200
+    n_ablate: int = 60
     n_pairs: int = 48
     controls: int = 20
     trained: str = "shipped"

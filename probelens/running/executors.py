@@ -13,8 +13,10 @@ import multiprocessing
 import os
 import queue
 import signal
+import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -28,8 +30,8 @@ __all__ = ["EXECUTORS", "Dask", "Local", "Processes", "Submitit", "current", "op
 GRACE = 3.0  # seconds that interrupted processes get to save their state
 RETRIES = 2  # how often a cell runs again after its process died
 DIED = (
-    "the process of this cell died {n} times before it was done: it was killed from outside, or used more memory than "
-    "there is. Run the same command again to go on from the cell's last checkpoint."
+    "the process died {n} times before its part was done: it was killed from outside, or used more memory than there is. "
+    "Run the same again: the cell of a grid goes on from its last checkpoint."
 )
 
 
@@ -135,11 +137,12 @@ def using(spec: Spec | str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def opened(
-    spec: Spec | concurrent.futures.Executor, folder: Path, workers: int | None, cells: int
+    spec: Spec | concurrent.futures.Executor, folder: Path, workers: int | None, cells: int, *, main: bool = True
 ) -> Iterator[concurrent.futures.Executor]:
     """A running executor, closed at the end; after an exception its cells are cancelled. One that is given stays open.
 
-    With ``workers`` None it runs one cell per core, on a cluster as many as that allows; ``folder`` is for logs.
+    With ``workers`` None it runs one cell per core, on a cluster as many as that allows; ``folder`` is for logs. ``main``
+    says whether processes of this machine import the caller's script, as they must where its functions are sent by name.
     """
     if isinstance(spec, concurrent.futures.Executor):
         yield spec
@@ -153,7 +156,7 @@ def opened(
         most = (here if spec.cluster == "local" else cells) if workers is None else min(workers, cells)
         jobs: Processes | _Jobs = _Jobs(spec, folder, most)
     else:
-        jobs = Processes(here)
+        jobs = Processes(here, main)
     try:
         yield jobs
     except BaseException:
@@ -166,7 +169,8 @@ def opened(
 class Processes(concurrent.futures.Executor):
     """Processes of this machine. If one dies, only its own cell fails."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, main: bool = True) -> None:
+        self._main = main
         # Spawned, not forked: a fork of a process that has used torch's threads can hang.
         self._context = multiprocessing.get_context("spawn")
         self._pools: list[concurrent.futures.ProcessPoolExecutor] = []
@@ -175,9 +179,7 @@ class Processes(concurrent.futures.Executor):
         self._threads = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix="cell")
         with _without_interrupts():
             for _ in range(workers):
-                pool = self._pool()
-                pool.submit(int)  # starts its process, which inherits that interrupts are ignored
-                self._idle.put(pool)
+                self._idle.put(self._pool())  # starts its process, which inherits that interrupts are ignored
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
         """As ``concurrent.futures.Executor.submit``."""
@@ -201,6 +203,8 @@ class Processes(concurrent.futures.Executor):
 
     def _pool(self) -> concurrent.futures.ProcessPoolExecutor:
         pool = concurrent.futures.ProcessPoolExecutor(1, self._context, initializer=_begin)
+        with contextlib.nullcontext() if self._main else _no_script():
+            pool.submit(int)  # starts its process
         self._pools.append(pool)
         return pool
 
@@ -223,6 +227,21 @@ class Processes(concurrent.futures.Executor):
         self._closed = True
         for pool in list(self._pools):
             pool.shutdown(wait=wait, cancel_futures=cancel_futures)
+
+
+_one_start = threading.Lock()
+
+
+@contextlib.contextmanager
+def _no_script() -> Iterator[None]:
+    """Processes started inside don't run the caller's script again, which may lack a guard, or be no file."""
+    with _one_start:
+        script = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = script
 
 
 def _begin() -> None:

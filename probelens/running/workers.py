@@ -185,7 +185,7 @@ def opened_for(model: HookedModel, executor: Workers | Spec | concurrent.futures
         )
     with (
         tempfile.TemporaryDirectory(prefix="probelens-") as logs,
-        opened(settings.spec, _logs(settings.spec, logs), settings.count, settings.count) as running,
+        opened(settings.spec, _logs(settings.spec, logs), settings.count, settings.count, main=False) as running,
     ):
         token = _open.set(_Pool(model, load, settings, running))
         try:

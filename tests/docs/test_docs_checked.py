@@ -136,7 +136,7 @@ def test_the_calls_over_workers_run(monkeypatch: pytest.MonkeyPatch) -> None:
         return workers.remember(pl.wrap(zoo.build("neox")), load)
 
     monkeypatch.setattr(pl, "load", load)
-    monkeypatch.setattr(workers, "opened", lambda *_: contextlib.nullcontext(Here()))
+    monkeypatch.setattr(workers, "opened", lambda *_, **__: contextlib.nullcontext(Here()))
     tokens = zoo.tokens(4)
     pairs = pl.PatchPairs(tokens, tokens.flip(0), read_pos="last", answers=[[1, 2]] * 4)
     batch = pl.Batch(tokens, {"odd": tokens % 2})

@@ -6,6 +6,7 @@ import concurrent.futures
 import functools
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -171,6 +172,23 @@ def test_what_is_sent_runs_on_a_worker_s_own_model(name: str) -> None:
     assert isinstance(settings.executor, Here)
     assert settings.executor.calls >= 3
     same(got.values, pl.patch(model, pair, **asked).values)
+
+
+@pytest.mark.parametrize("stdin", [True, False])
+def test_processes_run_the_caller_s_script_only_once(stdin: bool, tmp_path: Path) -> None:
+    """One that comes from stdin, or that has no guard against being imported, would end them."""
+    text = (
+        "import os\nfrom probelens.running.executors import Processes\n"
+        "pool = Processes(1, main=False)\n"
+        "print(pool.submit(os.getpid).result() != os.getpid())\npool.shutdown()\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-" if stdin else str(script)], input=text if stdin else None, capture_output=True, text=True,
+        timeout=120, check=True,
+    )  # fmt: skip
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_an_error_in_a_worker_is_the_error_of_the_call(model: pl.HookedModel) -> None:
