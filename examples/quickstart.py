@@ -156,6 +156,8 @@ def run(config: Config, progress: bool = True) -> Path:
     if not config.archs or not set(config.archs) <= set(NAMES):
         raise pl.InputError(f"archs={config.archs!r}: allowed are {', '.join(NAMES)}")
     cells, finish = [config.cell(arch) for arch in config.archs], functools.partial(report, config)
+    for cell in cells:
+        trained.find(cell)  # a folder without such a model is refused before the run's own is taken
     return run_recipe("quickstart", config, cells, run_cell, finish, free=FREE, progress=progress)
 
 

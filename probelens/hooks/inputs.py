@@ -167,6 +167,12 @@ def has_gap(mask: Tensor) -> bool:
     return bool((real[:, 1:] > real[:, :-1]).any())
 
 
+def between(mask: Tensor) -> Tensor:
+    """Which rows of a mask (example, pos) have padding between real tokens. (example,)"""
+    real = mask.long()
+    return (real[:, 1:] > real[:, :-1]).sum(1) + real[:, 0] > 1
+
+
 def positions_for_padding(
     model: Wrapped, mask: Tensor | None, extra: dict[str, Any], inputs: Any = None
 ) -> dict[str, Any]:
@@ -184,6 +190,7 @@ def positions_for_padding(
     if not before and not reads_both_ways(model, inputs):
         return extra
     where = "padding before real tokens" if before else "padding on the right, in a model that reads both ways,"
+    where = "padding between real tokens" if bool(between(mask).any()) else where
     instead = "Pad on the right, or run" if before else "Run"
     kind = type(model.module).__name__
     try:
@@ -271,15 +278,17 @@ def _kept_out_by(
 
     Sequences of the call (of random tokens, where there are no inputs) run with their padding, and each alone.
     """
-    # Some models skip the mask for a batch of one, so that is a question of its own.
-    single = len(mask) == 1
+    # Some models skip the mask for a batch of one, so that is a question of its own; and padding between real tokens is
+    # one, since rotary positions, of which only differences count, are right on the left without being told.
+    single, inside = len(mask) == 1, bool(between(mask).any())
     if inputs is None:
         x = random_tokens(model, 1 if single else 2)
-        inputs = torch.cat([x[:, :3], x] if before else [x, x[:, :3]], 1)
+        first = 2 if inside else 0 if before else 5
+        inputs = torch.cat([x[:, :first], x[:, :3], x[:, first:]], 1)
         mask = torch.ones_like(inputs)
-        mask[:, slice(3) if before else slice(5, None)] = 0
+        mask[:, first : first + 3] = 0
     real = mask.bool()
-    padded = (real[:, 1:] > real[:, :-1]).any(1) if before else ~real.all(1)
+    padded = between(mask) if inside else (real[:, 1:] > real[:, :-1]).any(1) if before else ~real.all(1)
     order = torch.argsort((padded & real.any(1)).long(), descending=True, stable=True)
     rows = [int(row) for row in order if real[row].any()][: 1 if single else 2]
 
@@ -316,7 +325,7 @@ def _kept_out_by(
         except Untried:
             return "neither"
 
-    return remembered(model, model.module, ("padding", before, single), trial)
+    return remembered(model, model.module, ("padding", before, inside, single), trial)
 
 
 def _counted(mask: Tensor) -> Tensor:

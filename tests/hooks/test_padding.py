@@ -28,6 +28,32 @@ def padded(gap: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     return x, tokens, mask
 
 
+@pytest.mark.parametrize("name", ["neox", "llama"])
+def test_padding_on_the_left_vouches_for_none_between_real_tokens(name: str) -> None:
+    """Rotary positions need not be told of the one, and need it of the other, whichever comes first."""
+    model = pl.wrap(zoo.more(name))
+    x, tokens, mask = padded()
+    _, amid, gap = padded(gap=True)
+    pl.collect(model, pl.Batch(tokens, attention_mask=mask), SITES)
+    both = pl.Batch(torch.cat([tokens, amid]), attention_mask=torch.cat([mask, gap]))
+    for batch, part in ((pl.Batch(amid, attention_mask=gap), slice(3)), (both, slice(3, 6))):
+        told = pl.collect(model, batch, SITES, batch_size=6)
+        for site in SITES:
+            alone, found = pl.collect(model, x, SITES)[site], told[site][part]
+            assert (found[gap.bool()].view_as(alone) - alone).abs().max() <= 1e-5 * alone.abs().max()
+    found = {}
+    for first in (pl.Batch(tokens, attention_mask=mask), None):
+        model = pl.wrap(zoo.more(name))
+        pairs = pl.PatchPairs(amid, amid.roll(1, 0), read_pos="last", answers=[[1, 2]] * 3, mask=gap.bool())
+        if first is not None:
+            pl.patch(
+                model, pl.PatchPairs(tokens, tokens.roll(1, 0), read_pos=-1, answers=[[1, 2]] * 3, mask=mask.bool())
+            )
+        found[first is None] = pl.patch(model, pairs, "resid_post")
+    assert (found[True].values - found[False].values).abs().max() <= 1e-5 * found[True].values.abs().max()
+    assert (found[True].clean - found[False].clean).abs().max() <= 1e-5 * found[True].clean.abs().max()
+
+
 @pytest.mark.parametrize("name", EXACT)
 def test_real_tokens_after_padding_have_the_numbers_that_they_have_alone(name: str) -> None:
     model = pl.wrap(zoo.more(name))

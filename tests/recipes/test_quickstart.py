@@ -243,3 +243,9 @@ def test_a_folder_of_a_run_with_other_settings_is_refused_and_kept(
     assert "seed=0 there, 1 now" in told
     assert "--out FOLDER" in told
     assert statuses(story.folder) == before
+
+
+def test_a_folder_without_the_model_is_refused_before_the_run_takes_its_own(tmp_path: Path) -> None:
+    with pytest.raises(pl.InputError, match="holds no finished model"):
+        quickstart.run(quickstart.Config(out=str(tmp_path / "run"), trained=str(tmp_path / "typo")), progress=False)
+    assert not (tmp_path / "run").exists()

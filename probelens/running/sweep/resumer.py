@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor
 
 from probelens.errors import InputError
-from probelens.hooks.inputs import has_gap, positions_for_padding
+from probelens.hooks.inputs import between, has_gap, positions_for_padding
 from probelens.hooks.trials import recall, remember
 from probelens.running.sweep.rounding import Rounding
 
@@ -167,6 +167,7 @@ def padding_of(mask: Tensor | None) -> str:
     if mask is None:
         return ""
     kind = "none" if bool(mask.all()) else "before real tokens" if has_gap(mask) else "on the right"
+    kind = "between real tokens" if bool(between(mask).any()) else kind
     # Some models skip the mask for a batch of one.
     return f"{kind}, of one example" if len(mask) == 1 else kind
 
