@@ -138,7 +138,7 @@ def dose_response(
         ranks: How many directions; None for 1, 2, 4, … and all. A site has no row for ranks above
             its subspace's.
         alphas: Strengths: 1 removes the directions, 0 nothing.
-        Those of ``ablate``, without ``subspaces``, ``rank``, ``given``, ``alpha`` and ``margin``.
+        Those of ``ablate``, without ``subspaces``, ``rank``, ``given``, ``alpha``, ``margin`` and ``executor``.
 
     Returns:
         Rows by site, rank, alpha, condition and draw; p adjusted for the sites of each dose.

@@ -124,7 +124,7 @@ def interchange_plan(
     """Say what ``interchange`` will run with these arguments, by which path, and what it costs.
 
     Args:
-        Those of ``interchange``, without ``progress``.
+        Those of ``interchange``, without ``progress`` and ``executor``.
 
     Returns:
         The plan, to print; its ``run()`` gives what ``interchange`` gives. Activations are collected for the

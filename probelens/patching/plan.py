@@ -187,7 +187,7 @@ def patch_plan(
     Nothing long runs, and nothing stays on the model.
 
     Args:
-        Those of ``patch``, without ``progress``.
+        Those of ``patch``, without ``progress`` and ``executor``.
 
     Returns:
         The plan, to print; its ``run()`` gives what ``patch`` gives.
