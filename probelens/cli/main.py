@@ -112,6 +112,8 @@ def _recipe(name: str) -> Any:
 
     if name not in RECIPES:
         raise InputError(unknown("recipe", name, RECIPES))
+    # Before torch, which swallows an interrupt while it imports numpy; that can't be imported again then.
+    importlib.import_module("numpy")
     return importlib.import_module(RECIPES[name])
 
 

@@ -291,6 +291,7 @@ def _kept_out_by(
     padded = between(mask) if inside else (real[:, 1:] > real[:, :-1]).any(1) if before else ~real.all(1)
     order = torch.argsort((padded & real.any(1)).long(), descending=True, stable=True)
     rows = [int(row) for row in order if real[row].any()][: 1 if single else 2]
+    rows = rows if single else (rows * 2)[:2]
 
     def cut(value: Any, rows: list[int], where: Tensor | slice) -> Any:
         if not isinstance(value, Tensor) or value.shape[:1] != mask.shape[:1]:

@@ -38,7 +38,7 @@ from probelens.numerics.threads import few_threads
 from probelens.running.executors import Dask, Local, Spec, Submitit, opened, spec_of
 from probelens.running.weights import weights_hash
 
-__all__ = ["Executor", "Workers", "remember", "share_memory", "spread", "takes_executor", "workers_here"]
+__all__ = ["Executor", "Workers"]
 
 P = ParamSpec("P")
 R = TypeVar("R")

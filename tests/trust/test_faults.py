@@ -413,6 +413,8 @@ SOURCES = sorted(
     p for top in ("probelens", "adapters", "examples") for p in (ROOT / top).rglob("*.py") if p.resolve() == p
 )
 READS_PICKLES = {"pickle", "cPickle", "_pickle", "dill", "joblib", "shelve", "marshal"}
+# What workers and the process that started them send each other; no file of results is read so.
+BETWEEN_PROCESSES = {ROOT / "probelens" / "running" / "workers.py": ["import pickle"]}
 RUNS_TEXT = {"eval", "exec", "compile", "__import__"}
 
 
@@ -444,7 +446,8 @@ def forbidden(tree: ast.AST) -> list[str]:
 
 def test_no_source_unpickles_or_runs_text() -> None:
     assert len(SOURCES) > 90
-    assert {str(p): found for p in SOURCES if (found := forbidden(ast.parse(p.read_text())))} == {}
+    found = {p: found for p in SOURCES if (found := forbidden(ast.parse(p.read_text())))}
+    assert found == BETWEEN_PROCESSES
 
 
 @pytest.mark.parametrize(
