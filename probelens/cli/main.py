@@ -112,8 +112,6 @@ def _recipe(name: str) -> Any:
 
     if name not in RECIPES:
         raise InputError(unknown("recipe", name, RECIPES))
-    # Before torch, which swallows an interrupt while it imports numpy; that can't be imported again then.
-    importlib.import_module("numpy")
     return importlib.import_module(RECIPES[name])
 
 
@@ -164,6 +162,8 @@ def _run(args: argparse.Namespace) -> int:
     recipe = _recipe(args.recipe)
     settings = args.settings if args.out is None else [*args.settings, f"out={args.out}"]
     config = configure(recipe.Config, settings, recipe.PRESETS, args.preset)
+    # Before torch, which swallows an interrupt while it imports numpy; that can't be imported again then.
+    importlib.import_module("numpy")
     with using(_executor(args)):
         folder = Path(recipe.run(config, progress=not args.quiet))
     return _show(_written(folder), args.json)
