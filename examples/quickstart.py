@@ -3,7 +3,7 @@
     probelens run quickstart                    the trained models that come with probelens
     probelens run quickstart --trained none     train them first
 
-Two cores take a minute or two, and a minute more to train. The run folder gets `report.html` (open it in
+Two cores take about two minutes, and some more to train. The run folder gets `report.html` (open it in
 a browser, it needs no network), `rows.parquet` (every number, tidy), and for each model its checkpoint and results. A
 second run finds the finished models and only writes the report again.
 

@@ -36,7 +36,7 @@ hide: [toc]
 <!-- Written by docs/tools/support_page.py, which calls every method on tiny models. Change the notes there, then run it. -->
 
 Each cell is the outcome of calling the method on tiny models of the family, with random weights, on the CPU; a test calls
-them again and fails where this page says something else. What a call has to do to count as *works* is in
+every third of them again and fails where this page says something else. What a call has to do to count as *works* is in
 `docs/tools/support_calls.py`: an edit must change the output and be removed afterwards, an edit of a state must leave earlier
 positions alone and change later ones, the patched last residual must be the other run's answer, and so on.
 

@@ -59,9 +59,8 @@ class Case:
 
     name: str  # for --only
     what: str
-    build: (
-        str | Callable[[str, str], Work]
-    )  # from a size ("quick", "medium", "full") and a device; "module:function" here
+    # From a size ("quick", "medium", "full") and a device; "module:function" of this room.
+    build: str | Callable[[str, str], Work]
     aims: dict[str, float]
     needs: tuple[str, ...] = ()  # peers without which nothing is left to compare with
     takes: tuple[str, ...] = ()  # peers that build leaves out where they aren't installed

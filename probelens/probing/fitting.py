@@ -26,9 +26,8 @@ class Fitted:
     """Probes of every label on one site and split, and their guesses on the test sequences."""
 
     fits: dict[str, LogisticFit]
-    guess: dict[
-        str, Tensor
-    ]  # class ids guessed where labels count in the test sequences, 0 elsewhere, each (n_test, pos)
+    # Class ids guessed where labels count in the test sequences, 0 elsewhere. each (n_test, pos)
+    guess: dict[str, Tensor]
     mean: Tensor  # of the training rows (d,)
     n_rows: tuple[int, int]  # of training and of validation
     directions: dict[str, Directions]  # where a label lies in the activations, of the labels asked for

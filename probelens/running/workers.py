@@ -224,7 +224,8 @@ class _Pool:
 
     def __init__(self, model: HookedModel, load: Load, settings: Workers, running: concurrent.futures.Executor) -> None:
         self.model, self.settings, self.running = model, settings, running
-        self.recipe = cloudpickle.dumps((load, settings.threads, _identity(model)))
+        with _sendable():
+            self.recipe = cloudpickle.dumps((load, settings.threads, _identity(model)))
 
     @contextlib.contextmanager
     def spread(self, task: Task, items: Sequence[Any]) -> Iterator[Iterator[Any]]:
@@ -253,10 +254,10 @@ def _logs(spec: Any, temporary: str) -> Path:
     return Path() if isinstance(spec, Submitit) and spec.cluster != "local" else Path(temporary)
 
 
-def _identity(model: HookedModel) -> tuple[str, str, int]:
+def _identity(model: HookedModel) -> tuple[str, str]:
     """What a worker's copy must have in common: adapter, hook points and every weight."""
     points = hashlib.sha256("\n".join(sorted(model.hook_dict)).encode()).hexdigest()
-    return f"{type(model.adapter).__name__} {points}", weights_hash(model), model.cfg.n_layers
+    return f"{type(model.adapter).__name__} {points}", weights_hash(model)
 
 
 # -- what is sent -------------------------------------------------------------------------------------
@@ -284,14 +285,21 @@ class _Pickler(cloudpickle.Pickler):
 
 def _packed(model: HookedModel, task: Task) -> bytes:
     out = io.BytesIO()
-    try:
+    with _sendable():
         _Pickler(out, model).dump(task)
+    return out.getvalue()
+
+
+@contextlib.contextmanager
+def _sendable() -> Iterator[None]:
+    """Say in our words what can't be sent."""
+    try:
+        yield
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as err:
         raise InputError(
             f"executor=: something of this call can't be sent to another process: {err}. Metrics and factories must not "
             "hold locks, open files or generators."
         ) from err
-    return out.getvalue()
 
 
 # -- in the worker ------------------------------------------------------------------------------------
@@ -331,8 +339,8 @@ def _made(recipe: bytes) -> HookedModel:
     model = load()
     if not isinstance(model, HookedModel):
         raise InputError(f"pl.Workers: load gives a {type(model).__name__}; it must give a wrapped model, pl.wrap(...)")
-    kind, weights, _ = _identity(model)
-    if (kind, weights) != identity[:2]:
+    kind, weights = _identity(model)
+    if (kind, weights) != identity:
         other = "other weights" if kind == identity[0] else "other hook points"
         raise InputError(
             f"pl.Workers: the model that load makes in a worker has {other} than the caller's. Save the model and give its "

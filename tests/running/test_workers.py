@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -200,7 +201,14 @@ def test_an_error_in_a_worker_is_the_error_of_the_call(model: pl.HookedModel) ->
         pl.patch(model, pairs(), metric=wrong, batch_size=4, executor=settings)
     assert not workers.workers_here(model)
     assert not model.has_hooks()
-    assert caught.value is not None
+    assert any(note.startswith("in a worker:") and "in wrong" in note for note in caught.value.__notes__)
+
+
+def test_what_cannot_be_sent_is_refused(model: pl.HookedModel) -> None:
+    lock = threading.Lock()
+    for load, metric in ((workers._recipes[model], lambda *_: lock), (lambda: lock, "logit_diff")):
+        with pytest.raises(pl.InputError, match="can't be sent to another process"):
+            pl.patch(model, pairs(), metric=metric, batch_size=4, executor=pl.Workers(load, Here(), workers=2))
 
 
 def test_what_workers_could_not_repeat_is_refused(model: pl.HookedModel) -> None:

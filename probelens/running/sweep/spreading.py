@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,10 @@ from probelens.errors import InputError
 from probelens.hooks.model import HookedModel
 from probelens.results.progress import progress_bar
 from probelens.results.sentences import count
-from probelens.running.sweep.conditions import Condition, Intervention, Read
 from probelens.running.sweep.memory import mib
 from probelens.running.sweep.strategy import Strategy, TrialFailed
 from probelens.running.sweep.work import Work
 from probelens.running.workers import share_memory, spread, workers_here
-from probelens.tasks.examples import Examples
 
 Choose = Callable[..., tuple[Strategy, str]]
 PATHS = ("resume", "skip", "full")  # from the shortest
@@ -32,14 +31,7 @@ class _Part:
     """Some conditions on some examples, by the way that a worker chooses as the caller's process would."""
 
     choose: Choose
-    examples: Examples
-    conditions: Sequence[Condition]
-    read: Read
-    mask: Tensor | None
-    batch_size: int
-    memory: int | None
-    source: Any
-    always: Sequence[Intervention]
+    work: Work
     chosen: dict[range, tuple[Strategy, str]] = field(default_factory=dict)
 
     def inside(self, model: HookedModel) -> contextlib.AbstractContextManager[Any]:
@@ -48,10 +40,7 @@ class _Part:
     def __call__(self, model: HookedModel, item: tuple[Tensor, range]) -> tuple[Tensor, list[Tensor], str, str]:
         rows, which = item
         if which not in self.chosen:
-            work = Work(
-                model, self.examples, [self.conditions[i] for i in which], self.read, self.mask, self.batch_size,
-                self.memory, self.source, self.always,
-            )  # fmt: skip
+            work = dataclasses.replace(self.work, conditions=[self.work.conditions[i] for i in which])
             self.chosen = {which: self.choose(work)}
         strategy, why = self.chosen[which]
         try:
@@ -71,9 +60,7 @@ def run_spread(
     """
     work, items = strategy.work, _items(strategy)
     need_memory(strategy)
-    part = _Part(
-        choose, work.examples, work.conditions, work.read, work.mask, strategy.batch, work.memory, work.source, work.always
-    )  # fmt: skip
+    part = _Part(choose, dataclasses.replace(work, batch_size=strategy.batch))
     bases: list[Tensor] = []
     values: dict[int, list[Tensor]] = {i: [] for i in range(len(work.conditions))}
     path, reason = strategy.path, why

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
@@ -35,6 +35,10 @@ class Work:
     memory: int | None
     source: int | Callable[[], int]
     always: Sequence[Intervention] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Sent to a worker without what follows from the fields, which is of the model that is there.
+        return type(self), tuple(getattr(self, one.name) for one in fields(self))
 
     def __post_init__(self) -> None:
         self.examples = Examples.of(self.examples)
